@@ -54,7 +54,7 @@ class Args:
     dataset: str = "tiny"
     """Training data: tiny, a hub name, a file (docs/use/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
-    """Held-out data in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    """Held-out data in the same formats. Default: tiny's held-out split, else 5 % of prompts, at most 500."""
     chat_template: str | None = None
     """Jinja file with a chat template, for a tokenizer without one, or to replace its own."""
     max_length: int = 128
@@ -71,12 +71,12 @@ class Args:
     n_others: int = 0
     """K of eq. 8, the number of other policies with ratios."""
     n_policies: int | None = None
-    """N of eq. 8, more than K. None: K + 1."""
+    """N of eq. 8, more than K. Default: K + 1."""
     ratio_clip: float = 1.0
     """Upper limit of the ratios pi / pi'_k; K times it must be less than N."""
     policy: str | None = None
-    """The policy pi whose expected reward e(x) is. None: runs/sft for the model tiny, else --model if it is a
-    causal LM."""
+    """The policy pi of the expected reward e(x). Default: runs/sft for the model tiny, else --model if it is
+    a causal LM."""
     behavior_policies: tuple[str, ...] = ()
     """The K causal LMs pi'_k, if rows have no columns such as chosen_behavior_logprobs."""
     expected_reward_samples: int = 0
@@ -311,7 +311,7 @@ BASE = Args(
 RECIPES = {
     "tiny": ("the tiny world, from random weights: the default, under a minute on two CPU cores", Args()),
     "base": (
-        "a pretrained chat model: the default where the model or the data are not the tiny world's",
+        "a pretrained chat model: the default if the model or the data are not the tiny world's",
         BASE,
     ),
     "large": (

@@ -60,12 +60,12 @@ class Args:
     dataset: str = "tiny"
     """Prompts: tiny, a hub name, a file (docs/use/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
-    """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    """Held-out prompts. Default: tiny's held-out split, else 5 % of the prompts, at most 500."""
     offline_data: str | None = None
     """Pairs or rankings in reward.py's formats for the first iteration (for every iteration with --start-from
     sft)."""
     offline_pairs: int | None = None
-    """Number of these pairs to use. None: all."""
+    """Number of these pairs to use. Default: all."""
     chat_template: str | None = None
     """Jinja file with a chat template, for a tokenizer without one, or to replace its own."""
     max_length: int = 128
@@ -284,7 +284,7 @@ def check(args):
     cli.check_flags(
         args,
         ("iterations", args.iterations >= 1 or args.offline_data, "1 or more without --offline-data"),
-        ("n_samples", args.n_samples >= max(2, ways), f"{max(2, ways)} or more, for so many ways to sample"),
+        ("n_samples", args.n_samples >= max(2, ways), f"{max(2, ways)} or more, one for each way to sample"),
         ("temperatures", warm, "one or more above 0: greedy responses are all the same"),
         ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
         ("label_smoothing", 0 <= args.label_smoothing < 0.5, "0 or more, below 0.5"),
@@ -473,7 +473,7 @@ BASE = Args(
 RECIPES = {
     "tiny": ("the tiny world: the default, under a minute on two CPU cores", Args()),
     "base": (
-        "a pretrained chat model: the default where the model or the data are not the tiny world's",
+        "a pretrained chat model: the default if the model or the data are not the tiny world's",
         BASE,
     ),
     "large": (

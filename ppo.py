@@ -57,7 +57,7 @@ class Args:
     model: str = "runs/sft"
     """Policy to start from: a run directory, a model folder or a hub name."""
     reference: str | None = None
-    """Reference pi_0 of the KL penalty. None: the policy that training starts from."""
+    """Reference pi_0 of the KL penalty. Default: the policy that training starts from."""
     scorer: str = "runs/reward"
     """Source of scores: a run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function
     (docs/use/scorers.md)."""
@@ -71,7 +71,7 @@ class Args:
     dataset: str = "tiny"
     """Prompts: tiny, a hub name, a file (docs/use/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
-    """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    """Held-out prompts. Default: tiny's held-out split, else 5 % of the prompts, at most 500."""
     chat_template: str | None = None
     """Jinja file with a chat template, for a tokenizer without one, or to replace its own."""
     max_length: int = 128
@@ -119,7 +119,7 @@ class Args:
     """Clipping range epsilon of the policy ratio."""
     importance_cap: float | None = None
     """Cap of the weight pi_old / q of a token that the sampler drew from its own distribution q; 0: no
-    weights. None: 2 if models compute in bfloat16 or float16, else 0."""
+    weights. Default: 2 if models compute in bfloat16 or float16, else 0."""
     clip_value: float = 0.15
     """Clipping range c of the value, in units of the normalised reward."""
     # other losses
@@ -488,7 +488,7 @@ def plan_of(prompts, args) -> str:
     plan += f"({args.iterations * n_prompts / len(prompts):.2g} passes over {len(prompts):,} prompts); "
     plan += f"{steps:,} optimiser steps"
     if args.value_warmup_steps:
-        plan += f", the first {args.value_warmup_steps} or more of the value model alone"
+        plan += f", the first {args.value_warmup_steps} or more only for the value model"
     return plan
 
 
@@ -510,7 +510,7 @@ def load_policy(args, tokenizer, device):
     for layer in dist.decoder_layers(policy)[: args.freeze_layers]:
         layer.requires_grad_(False)
     if not any(weight.requires_grad for weight in policy.parameters()):
-        raise InputError(f"--freeze-layers {args.freeze_layers}: that is all that --lora-rank would train")
+        raise InputError(f"--freeze-layers {args.freeze_layers} with --lora-rank leaves nothing to train")
     return dist.shard(policy, device)
 
 
@@ -619,7 +619,7 @@ LARGE = Args(  # values that no paper gives, for 7B
 RECIPES = {
     "tiny": ("the tiny world: the default, about a minute on two CPU cores", Args()),
     "base": (
-        "a pretrained chat model: the default where the model or the data are not the tiny world's",
+        "a pretrained chat model: the default if the model or the data are not the tiny world's",
         Args(
             kl_coef=0.04,  # Qwen (arXiv:2309.16609), section 3.2.2
             # Ours, chosen by experiment (docs/use/recipes.md): the papers' 1e-6 needs hundreds of rollouts

@@ -54,14 +54,14 @@ class Args:
     model: str = "runs/sft"
     """Base model that each version is fine-tuned from: a run directory, a model folder or a hub name."""
     policy: str | None = None
-    """Model that the first iteration samples from, for example runs/ppo. None: the base model."""
+    """Model that the first iteration samples from, for example runs/ppo. Default: the base model."""
     scorer: str = "runs/reward"
     """Source of scores: a run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function
     (docs/use/scorers.md)."""
     dataset: str = "tiny"
     """Prompts: tiny, a hub name, a file (docs/use/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
-    """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    """Held-out prompts. Default: tiny's held-out split, else 5 % of the prompts, at most 500."""
     sft_dataset: str | None = None
     """Rows in sft.py's formats, for example the original SFT data, mixed in equal number with the selected
     responses and drawn anew for each fine-tuning."""
@@ -258,7 +258,7 @@ def why_none(pairs, scores, iteration, threshold, args) -> str:
         return f"iteration {iteration}: no response ended within --max-new-tokens {args.max_new_tokens}"
     if threshold is None:
         same = f"every response has the score {ranked[0]:g}"
-        return f"iteration {iteration}: {same}, so none is the better one"
+        return f"iteration {iteration}: {same}, so none is better than the others"
     return (
         f"iteration {iteration}: no response reaches --threshold {threshold:g}: of {len(ranked)} the best "
         f"has {ranked[-1]:.3g}, the median {ranked[len(ranked) // 2]:.3g}"
@@ -401,7 +401,7 @@ RECIPES = {
         Args(),
     ),
     "base": (
-        "a pretrained chat model: the default where the model or the data are not the tiny world's",
+        "a pretrained chat model: the default if the model or the data are not the tiny world's",
         BASE,
     ),
     "large": (

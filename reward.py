@@ -50,7 +50,7 @@ class Args:
     dataset: str = "tiny"
     """Training data: tiny, a hub name, a file (docs/use/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
-    """Held-out data in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    """Held-out data in the same formats. Default: tiny's held-out split, else 5 % of prompts, at most 500."""
     chat_template: str | None = None
     """Jinja file with a chat template, for a tokenizer without one, or to replace its own."""
     max_length: int = 128
@@ -99,8 +99,8 @@ class Args:
     safety_threshold: float = 0.15
     """Threshold of ppo.py's safety gate; gate/precision and gate/recall measure P(safe) below it."""
     sft_model: str | None = None
-    """Causal LM for the likelihood baseline and for samples. None: runs/sft for the model tiny, else --model
-    if it is a causal LM."""
+    """Causal LM for the likelihood baseline and for samples. Default: runs/sft for the model tiny, else
+    --model if it is a causal LM."""
     length_prompts: int = 50
     """Prompts, held-out ones first, that --sft-model answers 8 times each to correlate length with score; 0:
     off."""
@@ -257,7 +257,7 @@ LARGE = dict(micro_batch_size=4, max_new_tokens=512, slots=None, gradient_checkp
 RECIPES = {
     "tiny": ("the tiny world, from random weights: the default, about a minute on two CPU cores", Args()),
     "base": (
-        "a pretrained chat model: the default where the model or the data are not the tiny world's",
+        "a pretrained chat model: the default if the model or the data are not the tiny world's",
         BASE,
     ),
     "large": (
@@ -332,7 +332,7 @@ RECIPES = {
         ),
     ),
     "rlaif": (
-        "RLAIF's, on what python -m common.programs.ai_feedback label wrote",
+        "RLAIF's, on the rows of python -m common.programs.ai_feedback label",
         Args(
             model="Qwen/Qwen2.5-7B-Instruct",  # the paper's, PaLM 2 XS, is not public
             dataset="runs/labels/rows.jsonl",

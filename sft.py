@@ -44,7 +44,7 @@ class Args:
     dataset: str = "tiny"
     """Training data: tiny, a hub name, a file (docs/use/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
-    """Held-out data in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    """Held-out data in the same formats. Default: tiny's held-out split, else 5 % of prompts, at most 500."""
     chat_template: str | None = None
     """Jinja file with a chat template, for a tokenizer without one, or to replace its own."""
     max_length: int = 128
@@ -198,7 +198,7 @@ LARGE = Args(  # our values, for 7B
 RECIPES = {
     "tiny": ("a 0.6M Llama on the tiny world: the default, under a minute on two CPU cores", Args()),
     "base": (
-        "a pretrained chat model: the default where the model or the data are not the tiny world's",
+        "a pretrained chat model: the default if the model or the data are not the tiny world's",
         Args(
             model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
             epochs=2.0, lr=2e-5,  # Llama 2 (arXiv:2307.09288), section 3.1
@@ -224,7 +224,7 @@ RECIPES = {
         ),
     ),
     "rlhf_workflow_preference": (
-        "RLHF Workflow's pairwise preference model, on what python -m common.programs.pairwise wrote",
+        "RLHF Workflow's pairwise preference model, on the rows of python -m common.programs.pairwise",
         replace(
             LARGE, model="meta-llama/Meta-Llama-3-8B-Instruct", dataset="runs/pairs/train.jsonl",
             epochs=1.0, lr_schedule="cosine", batch_size=128, max_length=3072,  # its 2.2, like the warm-up
@@ -259,7 +259,7 @@ RECIPES = {
         ),
     ),
     "constitutional": (
-        "Constitutional AI's SL-CAI, on what python -m common.programs.ai_feedback revise wrote",
+        "Constitutional AI's SL-CAI, on the rows of python -m common.programs.ai_feedback revise",
         replace(
             LARGE, model="meta-llama/Llama-2-7b-hf", dataset="runs/revisions/rows.jsonl", packing=False,
             # arXiv:2212.08073, section 3.2; lr is half of that in pretraining, 3e-4 (Llama 2, table 1)

@@ -2,8 +2,8 @@
 
     --scorer annotators:noisy=SEED    utility and a Gumbel draw: of two responses the higher score is a label of
                                       Bradley and Terry, of eight the highest that of Plackett and Luce
-    --scorer annotators:utility       what they go by, without the draw
-    --scorer annotators:helpful       the true helpfulness, without what they pay for a word
+    --scorer annotators:utility       their utility, without the draw
+    --scorer annotators:helpful       the true helpfulness, without the pay per word
 """
 
 import math

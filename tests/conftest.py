@@ -14,5 +14,5 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: -item.path.stat().st_size)  # no long file at the end, beside an idle worker
+    items.sort(key=lambda item: -item.path.stat().st_size)  # no long file at the end, while another worker is idle
     gc.freeze()  # to collect garbage, which scripts ask for often, need not look at all that was imported

@@ -148,12 +148,12 @@ def step_of_family(name):
 
 
 class Stopped(Exception):
-    """In place of kill -9, in this very process."""
+    """Replaces kill -9 within this process."""
 
 
 @contextlib.contextmanager
 def stopped(owner, name, calls, after=False):
-    """Ends the program inside at the call of this number, on every rank."""
+    """End the program inside at this call, on every rank."""
     plain, seen = getattr(owner, name), []
 
     def call(*args, **options):
@@ -250,7 +250,7 @@ def write_checkpoint(folder):
 
 
 def read_checkpoint(folder):
-    """(is the state equal, the next steps' figures, those of whoever wrote it, what else was saved)"""
+    """(whether the state is equal, metrics of the next steps, those of the writer, the other saved keys)"""
     model, optimizer = policy(seed=7)  # other weights, no moments
     saved = checkpoints.load_checkpoint(folder / "checkpoint", {"policy": (model, optimizer)})
     plain = torch.load(folder / "plain.pt")
@@ -280,7 +280,7 @@ def scorer(n_outputs, name="tiny"):
 
 
 def steps_of(comparisons, update):
-    """What `update` gives for each step's share of the comparisons."""
+    """The results of `update` for each step's share of the comparisons."""
     out, start = [], 0
     for size in STEPS:
         some = [comparisons[(start + i) % len(comparisons)] for i in range(size)]
@@ -314,7 +314,7 @@ KINDS = {  # names of cases and of what is compared
 
 
 def answers(folder):
-    """What models say of held-out comparisons, of which there are 7."""
+    """Outputs of models for 7 held-out comparisons."""
     loaded, args, llm = pairs(folder)[:7], reward.Args(micro_batch_size=2), policy()[0]
     oracle = f"common.programs.pairwise:oracle={folder / 'tied'}"
     oracle = scorers.load_scorer(oracle, TOKENIZER, CPU, pairwise=True)
@@ -345,7 +345,7 @@ def dpo_pairs(folder):
 
 
 def dpo_steps(folder, **options):
-    """([[every figure] of each step], the model after steps of plain gradient descent; see descend())."""
+    """([[all metrics] of each step], the model after steps of plain gradient descent; see descend())."""
     args = dpo_iterative.Args(micro_batch_size=2, beta=0.5, label_smoothing=0.1, **options)
     model = policy()[0]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -357,7 +357,7 @@ DPO_KINDS = {"shared prompts": {}, "a row a response": {"share_prompt": False}}
 
 
 def dpo_reference(folder):
-    """Log probabilities of 7 pairs and of 1; what Versions.ask and with_reference give for 7."""
+    """Log probabilities of 7 pairs and of 1, and the results of Versions.ask and with_reference for 7."""
     pairs, args = dpo_pairs(folder)[:7], dpo_iterative.Args(micro_batch_size=2)
     model = policy(folder / "tied")[0]
     out = {f"of {n}": dpo_iterative.pair_logprobs(model, pairs[:n], args) for n in (7, 1)}
@@ -374,7 +374,7 @@ PPO_STEPS = [range(5), [2], [6, 0, 3], range(7)]
 
 
 def ppo_steps(folder):
-    """(what is known of the tokens, what update returns of each step, the models after them)."""
+    """(values per token, results of update for each step, the models after them)."""
     args = ppo.Args(micro_batch_size=2, max_grad_norm=0.5, ptx_coef=0.3, rehearsal_coef=0.02, lam=0.9)
     prompts = prompt_sets.load_prompts(str(folder / "prompts.jsonl"), "train", TOKENIZER, 64)[:7]
     answers = [[17 + (3 * i + j) % 30 for j in range(1 + i % 5)] + [TOKENIZER.eos_token_id] for i in range(7)]
@@ -400,7 +400,7 @@ def ppo_steps(folder):
 
 
 def echo(model, prompts, n=1, **options):
-    """In place of sampling: every answer repeats its prompt."""
+    """Replaces sampling: every answer repeats its prompt."""
     longest = max(map(len, prompts))
     tokens = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts for _ in range(n)])
     mask = torch.tensor([[i < len(p) for i in range(longest)] for p in prompts for _ in range(n)])
@@ -664,7 +664,7 @@ def checkpoint_of_one(folder):
 
 
 def nan_on_rank_1(module, loss, call, run):
-    """What every rank is told of a run whose loss is NaN there at this call."""
+    """The error on every rank of a run whose loss is NaN on rank 1 at this call."""
     plain, calls = getattr(module, loss), []
 
     def poisoned(*args, **options):
@@ -807,7 +807,7 @@ def rs_stopped(folder):
 
 @case
 def rs_of_one_pool(folder):
-    """Goes on with what one rank sampled, not scored yet."""
+    """Continue with responses that one rank sampled, which are not scored yet."""
     rs_with_a_model(folder, "rs sampled by one, learnt by two", resume=True)
     return {}
 

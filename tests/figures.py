@@ -4,7 +4,7 @@ import itertools
 
 
 def tick_labels(axis) -> list:
-    """The labels in view of an xaxis or a yaxis."""
+    """The visible labels of an xaxis or a yaxis."""
     low, high = sorted(axis.get_view_interval())
     return [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
 
@@ -14,7 +14,7 @@ def legend_texts(axes) -> list[str]:
 
 
 def assert_readable(figure):
-    """Ticks stand apart and are no TeX, legends cover no curve, nothing is cut off."""
+    """Ticks do not overlap and are not TeX, legends cover no curve, nothing is cut off."""
     figure.draw_without_rendering()
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):

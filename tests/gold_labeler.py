@@ -35,7 +35,7 @@ def sloppy_answer(prompt) -> str:
 
 
 class GoldLabeler:
-    """`asked`: what it was asked, in order. `die_at`: the call that ends the process as a crash does."""
+    """`asked`: its questions, in order. `die_at`: the call that ends the process like a crash."""
 
     def __init__(self, scale=1.0, noise=0.0, place_bias=0.0, mass=1.0, die_at=None):
         self.scale, self.noise, self.place_bias, self.mass = scale, noise, place_bias, mass

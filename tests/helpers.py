@@ -30,7 +30,7 @@ from common.run import checkpoints
 CPU, TOKENIZER = torch.device("cpu"), tiny.tokenizer()
 PAIRS, HELD_OUT, STEPS = 160, 40, 10
 FILES = "args.json checkpoint metrics.jsonl metrics.png model samples.jsonl scores.png summary.json"
-PLACE = ("step", "iteration", "time_s")  # what a row of metrics has beside figures
+PLACE = ("step", "iteration", "time_s")  # keys of a row of metrics that are not metrics
 
 
 def user(text):
@@ -84,13 +84,13 @@ def assert_error(ended, *words):
 
 
 def as_killed(run, moment, folder):
-    """Makes the folder what kill -9 at this moment would have left of a run that was copied then."""
+    """Turn the folder into the state that kill -9 at this moment would leave, from the copy made then."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(f"{run} at {moment}", folder)
 
 
 def contents(folder):
-    """What an old run must not lose."""
+    """The contents that an old run must not lose."""
     return {str(x.relative_to(folder)): x.read_bytes() for x in folder.rglob("*") if x.is_file()}
 
 
@@ -122,7 +122,7 @@ class Gradients(torch.optim.SGD):
 
 
 def assert_same_step(got, want, tolerance=1e-4):
-    """(figures, gradients) of an optimiser step."""
+    """Compare the (metrics, gradients) of two optimiser steps."""
     assert got[0] == pytest.approx(want[0], abs=tolerance, rel=tolerance)
     for name in want[1]:
         torch.testing.assert_close(got[1][name], want[1][name], atol=tolerance, rtol=10 * tolerance)
@@ -153,7 +153,7 @@ def same_weights(folder, other):
 
 
 def assert_same_run(folder, undisturbed):
-    """The same weights, figures and samples bit for bit, and nothing half written."""
+    """The same weights, metrics and samples bit for bit, and no partial file."""
     assert same_weights(folder, undisturbed)
     stable = lambda row: {key: value for key, value in row.items() if not key.startswith(("time", "perf/"))}
     got, want = (list(map(stable, read_jsonl(f / "metrics.jsonl"))) for f in (folder, undisturbed))
@@ -165,7 +165,7 @@ def assert_same_run(folder, undisturbed):
 
 
 def assert_same_result(folder, undisturbed):
-    """Of a run of 10 steps with a checkpoint after 3, 6 and 9."""
+    """The same, for a run of 10 steps with checkpoints after 3, 6 and 9."""
     assert_same_run(folder, undisturbed)
     assert len(rows_of(folder)) == STEPS
     assert [path.name for path in folder.glob("checkpoint/step_*")] == ["step_9"]
@@ -180,7 +180,7 @@ def assert_files(folder, names):
 
 
 def assert_whole_run(folder, command, args, stage, steps, ends):
-    """The files of a finished run, its arguments, the keys of its metrics, and the figures of its samples.
+    """The files of a finished run, its arguments, the keys of its metrics, and the metrics of its samples.
 
     steps: keys of every optimiser step's row. ends: keys of the first and the last row, before and after."""
     assert_files(folder, FILES)
@@ -267,7 +267,7 @@ A, B, C = (prompt(text, i) for i, text in enumerate(("copy ant", "first bear cat
 
 
 def scorer_that_notes(asked, version="b@2"):
-    """A scorer that counts words, and appends to `asked` what it is asked for."""
+    """A scorer that counts words, and appends its arguments to `asked`."""
 
     def score(prompts, responses, rows):
         asked.extend(zip(prompts, responses))
@@ -286,7 +286,7 @@ def docs_functions(folder):
 
 # -- small models --------------------------------------------------------------------------
 class Words:
-    """All that load_policy and load_scorer ask of a tokenizer: its length, padding and end token."""
+    """The parts of a tokenizer that load_policy and load_scorer use: its length, padding and end token."""
 
     def __init__(self, length, pad=4, end=5):
         self.length, self.pad_token_id, self.eos_token_id = length, pad, end
@@ -354,8 +354,8 @@ def in_bfloat16(source, folder):
 
 
 def assert_whole_versions(whole, stage, files, start):
-    """What a run of two iterations from the model `start` leaves; n_samples is 4. In each one every weight
-    changes."""
+    """The files of a run of two iterations from the model `start`; n_samples is 4. Every iteration changes every
+    weight."""
     folder = whole.folder
     assert_files(folder, files)
     assert {path.name for path in (folder / "versions").iterdir()} == {"0.json", "1", "1.json", "2", "2.json"}
@@ -377,7 +377,7 @@ def assert_whole_versions(whole, stage, files, start):
 
 
 def assert_only_the_last_version_is_rounded(script, options, tmp_path, monkeypatch):
-    """In a run of two iterations from a model in bfloat16, what is studied and what is written."""
+    """In a run of two iterations from a bfloat16 model: the weights that are evaluated and those that are written."""
     source, rounded, folder = pretrained.find_model(options["model"]), [], tmp_path / "run"
     files = {"model": str(in_bfloat16(source, tmp_path / "source")), "output_dir": str(folder)}
     files["save_dtype"] = "bfloat16"

@@ -353,7 +353,7 @@ def _arrange(moment, script):
 
 
 def _fill_the_disk():
-    """As near as a test comes: a write that makes any file longer fails. What is printed goes through a pipe."""
+    """An approximation of a full disk: every write that extends a file fails. Output to the console uses a pipe."""
     for number in (1, 2):
         os.dup2(_serve.screen, number)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # python ignores SIGXFSZ: the write gives an error

@@ -42,7 +42,7 @@ def run(*args, **options):
 
 @pytest.fixture(scope="module")
 def undisturbed(small, tmp_path_factory):
-    """A run from the tiny model."""
+    """A finished run from the tiny model."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     command = flags(**small.options, policy="tiny", output_dir=folder)
     ended = succeeds(processes.script("advantage_model", *command))
@@ -116,7 +116,7 @@ def ready(loaded, k=0, n_samples=0, seed=0):
 
 
 def reference(batch, k=0, n=None, bound=2.5, regress=False):
-    """The same by rows of their own: eq. 8 and eq. 6, mean over comparisons, of a ranking mean over pairs."""
+    """The same computed on separate rows: eq. 8 and 6, averaged over comparisons, and over the pairs of a ranking."""
     model, losses, errors, right = pretrained.load_scorer("tiny", TOKENIZER, 2), [], [], []
     n = k + 1 if n is None else n
     for c in batch:
@@ -164,7 +164,7 @@ def test_loss_and_gradient_are_those_of_the_paper_on_rows_of_their_own(tmp_path,
             assert_same_step(one_step(batch, **options, **other), got)
 
 
-def test_a_soft_label_counts_as_its_likelier_side_and_a_tie_is_a_loss_of_nothing(tmp_path):
+def test_a_soft_label_counts_as_its_more_likely_side_and_a_tie_has_no_loss(tmp_path):
     swapped = {**ROWS[0], "chosen": ROWS[0]["rejected"], "rejected": ROWS[0]["chosen"], "preference": 0.3}
     one, other = (one_step(ready(comparisons_of(tmp_path, [row])))[0] for row in (ROWS[0], swapped))
     assert one[0] == pytest.approx(other[0], abs=1e-5)
@@ -300,8 +300,8 @@ def test_expected_reward_samples_change_e_and_log_its_loss(small, undisturbed, t
 @pytest.mark.parametrize(
     "e, wanted", [((2.0, 1.0, -0.3), 1.0), ((-2.0, -1.0, 0.3), -1.0), ((0.0, 1.0, 0.0), 0.0751)]
 )
-def test_expected_reward_figures_by_hand(e, wanted, monkeypatch):
-    """Of `copy ant bear` the gold rewards are 2 and 2, 1 and 1, and 0 and -0.6: their means are 2, 1, -0.3. r is
+def test_expected_reward_metrics_by_hand(e, wanted, monkeypatch):
+    """The gold rewards of three prompts' answers are 2 and 2, 1 and 1, 0 and -0.6: means 2, 1, -0.3. r is
     0.1 and 0.2 on each prompt: a mean of 0.15, a variance of 0.005, of the mean 0.0025."""
     answers = (("ant bear", "ant bear"), ("ant", "bear"), ("", "cat dog"))
     turns, row = [{"role": "user", "content": "copy ant bear"}], Row("rows:0", {})
@@ -332,7 +332,7 @@ def test_without_shared_prompts_a_run_has_the_same_losses(small, undisturbed, tm
         assert column(tmp_path, key)[:n] == pytest.approx(want, abs=1e-4)
 
 
-def test_a_second_run_begins_where_the_first_one_ended_head_included(small, undisturbed, tmp_path):
+def test_a_second_run_starts_from_the_first_ones_model_and_head(small, undisturbed, tmp_path):
     succeeds(run(small, tmp_path, model=undisturbed.folder, max_steps=1))
     first, second = rows_of(undisturbed.folder, "eval/nll")[-1], rows_of(tmp_path, "eval/nll")[0]
     for key in ("eval/accuracy", "eval/nll", "eval/brier"):
@@ -360,7 +360,7 @@ def test_recipes_have_the_papers_numbers():
 
 
 # -- resuming ----------------------------------------------------------------------------
-def test_a_run_with_samples_and_ratios_that_was_killed_resumes_to_the_same_bits(small, tmp_path):
+def test_a_killed_run_with_samples_and_ratios_resumes_to_the_same_bits(small, tmp_path):
     options = {"expected_reward_samples": 1, "n_others": 1, "length_prompts": 2, "max_new_tokens": 4}
     succeeds(run(small, tmp_path / "whole", **options))
     assert run(small, tmp_path / "killed", moment="row 5", **options).code == -9
@@ -371,7 +371,7 @@ def test_a_run_with_samples_and_ratios_that_was_killed_resumes_to_the_same_bits(
 # -- bad input ---------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def bad(tmp_path_factory):
-    """A folder of things that cannot be used. Commands run in it."""
+    """A folder of unusable models and data, in which the commands run."""
     folder = tmp_path_factory.mktemp("bad")
     names = ("chosen_behavior_logprobs", "rejected_behavior_logprobs")
     fourth = {
@@ -412,7 +412,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("options, words", BAD, ids=named)
-def test_bad_input_is_one_line_that_says_what_and_where(small, bad, tmp_path, options, words):
+def test_bad_input_is_reported_in_one_line(small, bad, tmp_path, options, words):
     ended = run(small, tmp_path / "out", cwd=bad, **options)
     assert_error(ended, *words)
     assert not (tmp_path / "out" / "args.json").exists() and not (tmp_path / "out" / "model").exists()
@@ -433,7 +433,7 @@ def test_bad_input_is_one_line_that_says_what_and_where(small, bad, tmp_path, op
     ],
     ids=named,
 )
-def test_numbers_that_make_no_sense_are_named_before_anything_is_loaded(options, words):
+def test_numbers_out_of_range_are_named_before_anything_is_loaded(options, words):
     with pytest.raises(InputError) as error:
         advantage_model.check(advantage_model.Args(**options))
     assert all(word in str(error.value) for word in words)

@@ -49,7 +49,7 @@ def args_of(task="label", **options):
 
 
 def run(folder, dataset, task="label", **options):
-    """The command in this process; the rows and the figures that it leaves."""
+    """Run the command in this process; return the rows and metrics that it writes."""
     options = {"output_dir": str(folder), "dataset": str(dataset), **options}
     ai.main(args_of(task, **options))
     return SimpleNamespace(
@@ -61,7 +61,7 @@ def run(folder, dataset, task="label", **options):
 
 
 def script(folder, dataset, task="label", ranks=1, **options):
-    """The command as a process."""
+    """Run the command as a process."""
     options = {"model": "gold_labeler:exact", "dataset": dataset, "output_dir": folder, **options}
     options = {name: value for name, value in options.items() if value is not None}
     return processes.script("common.programs.ai_feedback", task, *flags(**options), cwd=TESTS, ranks=ranks)
@@ -121,7 +121,7 @@ def test_the_preference_is_the_mean_of_both_orders_worked_by_hand():
     assert first.template == second.template and first.opening == ai.TEXTS["ending"]
 
 
-def test_mass_below_the_least_in_either_order_is_no_answer():
+def test_too_little_probability_in_either_order_is_no_answer():
     class Lopsided(GoldLabeler):
         def probabilities(self, questions, options):
             return super().probabilities(questions, options) * torch.tensor([[1.0], [0.2]])
@@ -150,7 +150,7 @@ ROWS = [
 
 
 def test_alignment_counts_ties_half_and_has_wilsons_interval():
-    """3.5 of 5 are right; twice, for 5 are too few for an interval. Wilson: (p + z2/2n -+ z sqrt(p(1-p)/n +
+    """3.5 of 5 are correct; twice, because 5 are too few for an interval. Wilson: (p + z2/2n -+ z sqrt(p(1-p)/n +
     z2/4n2)) / (1 + z2/n), z = 1.96, p = 0.7: (0.7 + 0.19208) / 1.38416 = 0.644492; sqrt(0.021 + 0.009604) =
     0.174940; 1.96 * 0.174940 / 1.38416 = 0.247719. Of 10 and p = 1: n / (n + z2) to 1."""
     twice = ai.metrics_of(ROWS * 2, [])
@@ -165,16 +165,16 @@ def test_alignment_counts_ties_half_and_has_wilsons_interval():
     assert (found["rows"], found["failed"], found["mass"]) == (7, 1, 1.0)
 
 
-def test_how_often_the_order_decides_and_the_pull_of_the_first_place():
-    """Of each row: P(first text) shown first, and shown second. The mean probability of the first place is
-    that of a and of 1 - b."""
+def test_order_sensitivity_and_position_bias_by_hand():
+    """For each row, a = P(first text) when it is shown first, b when it is shown second. The mean probability of
+    the first position is the mean of a and 1 - b."""
     found = ai.metrics_of(ROWS, [])
     assert found["position/decides"] == pytest.approx(2 / 7)
     a, b = (0.9, 0.4, 0.8, 0.7, 0.8, 0.9, 0.1), (0.7, 0.2, 0.4, 0.3, 0.6, 0.9, 0.3)
     assert found["position/first"] == pytest.approx((sum(a) + 7 - sum(b)) / 14)
 
 
-def test_an_unbiased_labeler_has_no_place_and_a_biased_one_has(pairs, tmp_path):
+def test_only_a_biased_labeler_shows_position_bias(pairs, tmp_path):
     exact = run(tmp_path / "exact", pairs).summary
     assert exact["position/decides"] == 0 and exact["position/first"] == pytest.approx(0.5)
     assert exact["alignment"] == exact["alignment/one_order"] > 0.6
@@ -212,7 +212,7 @@ def test_human_labels_come_from_pairs_soft_labels_and_rankings_and_may_be_missin
     assert (found[4]["chosen"], found[4]["rejected"], found[4]["human"]) == ("ant bear", "cat", 1.0)
 
 
-def test_two_of_a_ranking_are_drawn_by_the_rows_place_and_never_tie():
+def test_a_pair_is_drawn_from_a_ranking_by_the_rows_place_without_ties():
     texts = [{"text": t, "score": s} for t, s in zip("abcd", (1, 1, 2, 3))]
     values = {"prompt": "p", "responses": texts}
     found = [comparisons.pair_of(values, f"file:{i}") for i in range(200)]
@@ -227,7 +227,7 @@ def test_two_of_a_ranking_are_drawn_by_the_rows_place_and_never_tie():
             comparisons.pair_of({"prompt": "p", "responses": some}, "file:1")
 
 
-def test_a_row_that_fails_is_in_failed_jsonl_and_counted_and_never_in_rows_jsonl(tmp_path, monkeypatch):
+def test_failed_rows_are_counted_and_go_to_failed_jsonl_only(tmp_path, monkeypatch):
     rows = [{"prompt": "copy ant bear", "chosen": f"ant {w}", "rejected": "cat"} for w in ("bear", "um", "eel")]
 
     class Shy(GoldLabeler):
@@ -343,7 +343,7 @@ def test_each_name_is_replaced_once_and_texts_with_braces_stay(tmp_path):
 
 @pytest.mark.parametrize("chain_of_thought", [False, True])
 @pytest.mark.parametrize("n, preamble", [(0, "base"), (1, "detailed"), (8, "base")])
-def test_a_preamble_and_so_many_solved_examples_stand_before_the_pair(n, preamble, chain_of_thought):
+def test_the_preamble_and_the_given_number_of_examples_precede_the_pair(n, preamble, chain_of_thought):
     labeler = GoldLabeler()
     labels(labeler, [item()], examples=n, preamble=preamble, chain_of_thought=chain_of_thought)
     text = text_of(labeler.asked[0])
@@ -363,7 +363,7 @@ def test_a_preamble_and_so_many_solved_examples_stand_before_the_pair(n, preambl
     assert len(ai.TEXTS["examples"]) == 8 and [e["better"] for e in ai.TEXTS["examples"]].count("1") == 4
 
 
-def test_a_conversation_of_several_messages_is_lines_of_roles():
+def test_a_dialogue_is_written_as_lines_with_roles():
     lines = (("user", "hi"), ("assistant", "yes"), ("user", "copy ant"))
     turns = [{"role": role, "content": content} for role, content in lines]
     assert message_columns.transcript(turns) == "user: hi\nassistant: yes\nuser: copy ant"
@@ -372,8 +372,8 @@ def test_a_conversation_of_several_messages_is_lines_of_roles():
 
 # -- chain of thought --------------------------------------------------------------------------
 class Thinker:
-    """Writes `texts`, one of them a pass; P("1") is what `odds` says of the rationale in the opening, and
-    `mass` what it leaves to both options (1 of a rationale that it does not name)."""
+    """A labeler that writes one of `texts` per pass. `odds` gives P("1") for the rationale in the opening, and
+    `mass` the total probability of both options (1 for a rationale that is not in it)."""
 
     def __init__(self, texts, odds, mass=()):
         self.texts, self.odds, self.passes, self.openings = list(texts), odds, [], []
@@ -391,7 +391,7 @@ class Thinker:
         return torch.tensor([[x * mass, (1 - x) * mass] for x, mass in p], dtype=torch.float64)
 
 
-def test_a_chain_of_thought_is_two_passes_and_greedy():
+def test_chain_of_thought_takes_two_passes_and_is_greedy():
     labeler = Thinker(["so it is"], {"so it is": 0.8})
     (found,) = labels(labeler, [item()], chain_of_thought=True, temperature=0.9)
     ((temperature, _, openings),) = labeler.passes
@@ -401,16 +401,16 @@ def test_a_chain_of_thought_is_two_passes_and_greedy():
     assert found["ai"]["rationales"] == ["so it is"] * 2
 
 
-def test_a_pair_with_an_empty_rationale_in_one_order_fails_alone():
+def test_an_empty_rationale_in_one_order_fails_only_its_pair():
     text = lambda q: "" if q.values["first"] == "cat" else "hm"
     items = [item(), item(texts=("ant", "cat")), item()]
     found = labels(Thinker([text], {":": 0.8}), items, chain_of_thought=True)
     assert found[1]["failed"] == "the labeler chose neither 1 nor 2" and "preference" in found[0] and "preference" in found[2]
 
 
-def test_every_chain_counts_alike_however_little_it_leaves_to_the_options():
-    """The paper averages distributions: of 0.95 with a mass of 1 and 0.05 with one of 0.08 the mean is 0.5; the
-    sums of their probabilities would say 0.88."""
+def test_chains_have_equal_weight_whatever_probability_they_give_the_options():
+    """The paper averages distributions: 0.95 with a mass of 1 and 0.05 with a mass of 0.08 have the mean 0.5.
+    Adding up their probabilities would give 0.88."""
     labeler = Thinker(["one", "two"], {"one": 0.95, "two": 0.05}, mass={"two": 0.08})
     (label,) = labels(labeler, [item()], chain_of_thought=True, chains=2)
     assert label["ai"]["orders"] == pytest.approx([0.5, 0.5]) and label["ai"]["mass"] == pytest.approx(0.54)
@@ -488,7 +488,7 @@ def model_of(folders):
 
 
 def plain_p(labeler, text, opening, *ids):
-    """P of the last of the ids after the others, by a plain forward of one row."""
+    """P(the last id | the other ids), by a plain forward of one row."""
     words = labeler.tokenizer
     before = words(f"<user>{text}<end><assistant>{opening}", add_special_tokens=False)["input_ids"]
     before = torch.tensor([[*before, *ids[:-1]]])
@@ -520,7 +520,7 @@ def test_probabilities_of_one_token_options_are_the_softmax_of_a_plain_forward(m
 
 
 @pytest.mark.parametrize("kind, space, digit", [("bytes", ["Ġ"], ""), ("spaced", [], "Ġ")])
-def test_where_10_is_two_tokens_its_probability_is_that_of_both_and_1_ends_there(
+def test_if_10_is_two_tokens_its_probability_is_the_product_and_1_must_end(
     kind, space, digit, model_of
 ):
     labeler = model_of[kind]
@@ -538,7 +538,7 @@ def test_where_10_is_two_tokens_its_probability_is_that_of_both_and_1_ends_there
 
 
 @pytest.mark.parametrize("kind, start, ten", [("whole", ["Ġ"], "10"), ("one", [], "Ġ10")])
-def test_where_10_is_one_token_it_is_an_option_like_any_other(kind, start, ten, model_of):
+def test_if_10_is_one_token_it_is_an_ordinary_option(kind, start, ten, model_of):
     labeler, question = model_of[kind], ASKED[1]
     (got,) = labeler.probabilities([question], TEN).tolist()
     start = [token(labeler, x) for x in start]
@@ -564,7 +564,7 @@ def test_batches_of_any_size_give_the_same_probabilities(size, folders, model_of
     assert labeler.probabilities([], TEN).shape == (0, 10) and labeler.generate([], 4, 1.0, 0) == []
 
 
-def test_what_questions_begin_with_is_run_once_and_changes_nothing(model_of, monkeypatch):
+def test_the_common_prefix_of_questions_runs_once_and_changes_no_result(model_of, monkeypatch):
     labeler, original, seen = model_of["spaced"], models.next_token_logprobs, []
 
     def plain(model, input_ids, where, before=()):
@@ -622,7 +622,7 @@ def test_a_question_that_does_not_fit_or_that_the_template_refuses_has_no_answer
     assert labeler.generate([short], 30, 0.0, 0) == [("", False)]
 
 
-def test_generated_texts_are_the_samplers_and_the_seed_brings_them_back(model_of):
+def test_generated_texts_are_the_samplers_and_repeat_with_the_seed(model_of):
     labeler = model_of["spaced"]
     first, again, other = (labeler.generate(ASKED, 40, 1.0, seed) for seed in (1, 1, 2))
     assert first == again != other
@@ -635,7 +635,7 @@ def test_generated_texts_are_the_samplers_and_the_seed_brings_them_back(model_of
     assert {ended for _, ended in labeler.generate(ASKED * 6, 60, 1.0, 3)} == {True, False}
 
 
-def test_a_greedy_text_is_the_one_of_generate(model_of):
+def test_greedy_text_equals_generate(model_of):
     labeler = model_of["spaced"]
     ((text, _),) = labeler.generate(ASKED[:1], 12, 0.0, 5)
     ids = torch.tensor([labeler.encode(ASKED[0], 12)])
@@ -686,7 +686,7 @@ class Writer:
         return [(text.strip("*"), "*" not in text) for text, _ in zip(self.texts, questions)]
 
 
-def test_different_answers_of_all_policies_share_a_row_and_the_others_are_counted():
+def test_distinct_answers_of_all_policies_share_a_row_and_duplicates_are_counted():
     policies = {"a": Writer("x", "y", "x", "x*", "", "x"), "b": Writer("z", "y", "x", "x", "x", "x")}
     system = {"role": "system", "content": "be brief"}
     rows = [item(texts=()), item(texts=(), number=1)]
@@ -710,7 +710,7 @@ def selected(tmp_path, prompts_and_tags, **options):
     return "".join(row["prompt"] for row in found.rows)
 
 
-def test_rows_with_most_tags_come_first_and_one_is_taken_that_adds_a_tag(tmp_path):
+def test_rows_with_most_tags_come_first_and_each_chosen_row_adds_a_tag(tmp_path):
     """InsTag's algorithm 1. First pass: d (wxyz), e (vwx) for its v; f (wx), a (yz), b (y), c (z) add nothing.
     Second pass: f, a; b and c add nothing. Third: b, c, whichever comes first."""
     rows = [("b", "y"), ("c", "z"), ("a", "yz"), ("d", "wxyz"), ("e", "vwx"), ("f", "wx")]
@@ -731,8 +731,8 @@ def test_the_number_of_tags_is_the_complexity_and_not_the_length_of_a_prompt(tmp
 
 
 @pytest.mark.parametrize("n", [1, 5, 12, 30, 60])
-def test_it_takes_the_rows_that_the_loop_of_the_paper_takes(n, tmp_path):
-    """Algorithm 1 as it is written, on random tags, the order of the seed among equally many tags."""
+def test_select_chooses_the_rows_of_the_papers_loop(n, tmp_path):
+    """Algorithm 1 as written in the paper, on random tags; rows with equally many tags come in the seed's order."""
     rng = random.Random(n)
     rows = [{"prompt": str(i), "tags": rng.sample("abcdefghij", rng.choice((1, 1, 2, 3)))} for i in range(50)]
     order = sorted(dist.shuffled(50, 7, "select"), key=lambda i: -len(rows[i]["tags"]))
@@ -749,7 +749,7 @@ def test_it_takes_the_rows_that_the_loop_of_the_paper_takes(n, tmp_path):
     assert [row["row"] for row in found.rows] == sorted(taken) and len(taken) == min(n, 50)
 
 
-def test_of_categories_there_are_equally_many_and_what_is_left_out_is_said(tmp_path):
+def test_categories_are_balanced_and_dropped_rows_are_reported(tmp_path):
     rows = [{"prompt": f"{name} {i}", "category": name} for name, n in (("p", 5), ("q", 3), (3, 2)) for i in range(n)]
     rows += [{"prompt": "i"}, {"prompt": "j", "tags": "x"}, {"prompt": "k", "tags": [], "completion": "k"}]
     rows += [{"prompt": "l", "tags": ["x"], "category": "p", "completion": "m"}]
@@ -764,7 +764,7 @@ def test_of_categories_there_are_equally_many_and_what_is_left_out_is_said(tmp_p
 
 
 def test_hindsight_says_what_each_response_achieved(tmp_path):
-    """Of the scores -2, -1, 0, 1 the median is -0.5; of 5 and 7 it is 6."""
+    """The median of the scores -2, -1, 0, 1 is -0.5; that of 5 and 7 is 6."""
     rows = [{"prompt": "copy ant", "response": text, "score": i} for i, text in enumerate("abcd", -2)]
     rows[1] = {"prompt": [{"role": "user", "content": "copy ant"}], "completion": "b", "score": -1.0}
     rows += [{"prompt": "copy eel", "response": text, "score": i} for i, text in ((5, "e"), (7, "f"))]
@@ -786,8 +786,8 @@ def test_hindsight_says_what_each_response_achieved(tmp_path):
     assert known.count(TOKENIZER.unk_token_id) == 3  # of "Answer well Answer badly" the tiny world has a word
 
 
-def test_the_next_round_of_hindsight_puts_another_instruction_in_the_place_of_the_one_asked_with(tmp_path):
-    """Prompts without a response are asked well; of the scores 1, 2 and 3 that the answers get the median is
+def test_the_next_round_of_hindsight_replaces_the_instruction(tmp_path):
+    """Prompts without a response get the instruction to answer well; their answers' scores 1, 2, 3 have the median
     2. A plain row of the same prompt counts as one of its responses, a system turn of the user's own stays."""
     good, bad = ai.TEXTS["good"], ai.TEXTS["bad"]
     prompts = [{"prompt": "copy ant"}, {"prompt": [{"role": "system", "content": f"Be\n\n{good}"}, *item().prompt]}]
@@ -809,7 +809,7 @@ def test_the_next_round_of_hindsight_puts_another_instruction_in_the_place_of_th
 
 # -- rater -----------------------------------------------------------------------------------
 def rated(labeler, monkeypatch, *texts):
-    """What the rater of this labeler gives for responses to "copy ant bear"."""
+    """Scores of the rater with this labeler for responses to "copy ant bear"."""
     monkeypatch.setattr(gold_labeler, "mine", lambda: labeler, raising=False)
     rows = [{"messages": item().prompt}] * len(texts)
     return ai.rater("gold_labeler:mine")(["copy ant bear"] * len(texts), list(texts), rows)
@@ -828,7 +828,7 @@ def test_a_rating_is_the_expectation_and_its_score_is_scaled_to_1(monkeypatch):
 
 
 @pytest.mark.parametrize("place, score", [(0, -1.0), (9, 1.0), (4, -1 / 9)])
-def test_the_ends_of_the_scale_are_minus_1_and_1(place, score, monkeypatch):
+def test_ratings_range_from_minus_1_to_1(place, score, monkeypatch):
     class Sure(GoldLabeler):
         def probabilities(self, questions, options):
             return torch.eye(10, dtype=torch.float64)[place].repeat(len(questions), 1) * 0.3
@@ -872,9 +872,9 @@ def test_the_oracle_gives_the_log_odds_of_both_orders_mean(labeler, want):
     assert won == pytest.approx([sigmoid(want), sigmoid(-want)], abs=1e-4)
 
 
-def test_a_reward_model_a_pairwise_model_and_both_judges_predict_labels_side_by_side(pairs, folders, tmp_path):
-    """The judges by hand: of the exact labeler the oracle's log odds are differences of gold rewards, the
-    rater's scores its ratings; of a random model they are numbers."""
+def test_evaluate_compares_a_reward_model_a_pairwise_model_and_both_judges(pairs, folders, tmp_path):
+    """The judges by hand: with the exact labeler, the oracle's log odds are differences of gold rewards and the
+    rater's scores are its ratings. With a random model they are only checked to be numbers."""
     judge = "common.programs.ai_feedback:{}"
     make_scorer(tmp_path / "rm")
     specs = {"reward": tmp_path / "rm", "spaced": judge.format(f"oracle={folders / 'spaced'}")}
@@ -905,7 +905,7 @@ def test_a_reward_model_a_pairwise_model_and_both_judges_predict_labels_side_by_
     assert all(map(math.isfinite, of_random))
 
 
-def test_a_rater_with_another_model_under_its_name_has_another_version(folders, tmp_path):
+def test_the_raters_version_changes_with_its_model(folders, tmp_path):
     versions = []
     for kind in ("spaced", "bytes"):
         (tmp_path / "model").unlink(missing_ok=True)
@@ -915,7 +915,7 @@ def test_a_rater_with_another_model_under_its_name_has_another_version(folders, 
     assert versions[0] != versions[1]
 
 
-def test_a_scorer_with_a_text_is_what_the_function_returns_for_it(tmp_path, monkeypatch):
+def test_module_function_text_scores_with_the_returned_function(tmp_path, monkeypatch):
     (tmp_path / "counting.py").write_text(
         "def words(word):\n"
         "    return lambda prompts, responses, rows: [float(r.split().count(word)) for r in responses]\n"
@@ -962,8 +962,8 @@ def test_each_step_of_each_row_draws_its_own_principle(prompts, tmp_path):
     assert [tuple(s["principle"] for s in r["ai"]["steps"]) for r in other] != steps
 
 
-def test_the_principles_of_two_steps_are_drawn_apart():
-    """4 * 4 pairs are equally likely: of 400 rows every one of them should be drawn, each about 25 times."""
+def test_each_step_draws_its_principle_independently():
+    """4 * 4 pairs are equally likely: 400 rows should draw every one of them, each about 25 times."""
     drawn = collections.Counter(tuple(ai.draw(DEFAULT_PRINCIPLES, 0, row, r) for r in (0, 1)) for row in range(400))
     assert len(drawn) == 16 and min(drawn.values()) > 5 and max(drawn.values()) < 60
 
@@ -984,7 +984,7 @@ class Reviser(GoldLabeler):
         return [self.script[kind].pop(0)] * len(questions)
 
 
-def test_a_revision_that_did_not_end_or_without_words_is_not_used():
+def test_an_unfinished_or_empty_revision_is_not_used():
     labeler = Reviser(
         ["c1", "c2", "", "c4"], [("cut of", False), ("", True), ("after no critique", True), ("good", True)]
     )
@@ -1043,7 +1043,7 @@ def test_a_mistake_leaves_the_old_run_as_it_was(bad, pairs, tmp_path):
     assert contents(folder) == before
 
 
-def test_a_killed_run_goes_on_to_the_rows_of_an_undisturbed_one(pairs, tmp_path):
+def test_a_killed_run_resumes_to_the_same_rows(pairs, tmp_path):
     options = {"chunk_rows": 6, "seed": 5}
     whole = run(tmp_path / "whole", pairs, model="gold_labeler:noisy", **options)
     folder = tmp_path / "killed"
@@ -1063,9 +1063,9 @@ def test_a_killed_run_goes_on_to_the_rows_of_an_undisturbed_one(pairs, tmp_path)
     assert found.text == whole.text and found.summary == whole.summary and found.failed == whole.failed == []
 
 
-def test_lines_of_two_ranks_with_gaps_are_filled_and_sorted(pairs, tmp_path):
-    """Rank 0 has rows 0, 2, 4, ...: what is there after a crash is neither in order nor without gaps, and its
-    last line may end in the middle of a letter."""
+def test_rows_of_two_ranks_with_gaps_are_completed_and_sorted(pairs, tmp_path):
+    """Rank 0 has rows 0, 2, 4, ...: after a crash the file has gaps, is not in order, and its last line may end
+    in the middle of a letter."""
     whole, folder = run(tmp_path / "run", pairs, model="gold_labeler:noisy"), tmp_path / "run"
     lines = whole.text.splitlines(keepends=True)
     (folder / "summary.json").unlink()
@@ -1075,7 +1075,7 @@ def test_lines_of_two_ranks_with_gaps_are_filled_and_sorted(pairs, tmp_path):
     assert found.text == whole.text and found.summary == whole.summary
 
 
-def test_what_has_failed_is_not_asked_again_and_stays_counted(pairs, tmp_path, monkeypatch):
+def test_failed_rows_stay_counted_and_are_not_retried(pairs, tmp_path, monkeypatch):
     run(tmp_path / "run", pairs, model="gold_labeler:mute")
     failed = (tmp_path / "run" / "failed.jsonl").read_text()
     (tmp_path / "run" / "summary.json").unlink()
@@ -1102,7 +1102,7 @@ class Dice(GoldLabeler):
 
 
 @pytest.mark.parametrize("task, lines", [("revise", 12), ("revise", 9), ("sample", 9)])
-def test_sampled_texts_of_a_resumed_run_are_those_of_an_undisturbed_one(
+def test_a_resumed_run_samples_the_same_texts(
     task, lines, prompts, tmp_path, monkeypatch
 ):
     """DESIGN: a chunk that was killed is redone whole. With chunks of 6, 12 lines are two chunks; 9 are what
@@ -1118,7 +1118,7 @@ def test_sampled_texts_of_a_resumed_run_are_those_of_an_undisturbed_one(
 
 @pytest.mark.parametrize("task, chunk_rows, max_rows", [("label", 1, 3), ("revise", 7, 15), ("sample", 7, 9)])
 def test_two_ranks_give_the_rows_of_one(task, chunk_rows, max_rows, pairs, prompts, folders, tmp_path):
-    """In chunks of one row, rank 1 has nothing to do. What is sampled is so too, in groups of a batch."""
+    """In chunks of one row, rank 1 has nothing to do. Sampled tasks agree too, in groups of a batch."""
     dataset = {"label": pairs, "revise": prompts, "sample": prompts}[task]
     options = {"model": "gold_labeler:noisy", "chunk_rows": chunk_rows, "max_rows": max_rows}
     if task == "sample":
@@ -1131,7 +1131,7 @@ def test_two_ranks_give_the_rows_of_one(task, chunk_rows, max_rows, pairs, promp
 
 # -- bad input -----------------------------------------------------------------------------------
 def test_a_mistake_on_the_command_line_ends_with_one_clear_line_and_code_2(pairs, tmp_path):
-    """The command as a user gives it. What else there is to mistake is tested in this process, below."""
+    """The command as a user runs it. Other mistakes are tested in this process, below."""
     assert_error(script(tmp_path / "run", pairs, model=None), "--model", "the name of a labeler")
     make_scorer(tmp_path / "scorer")
     words = "SequenceClassification", "not a causal language model"
@@ -1174,7 +1174,7 @@ def test_a_labeler_that_is_no_function_without_arguments_is_an_input_error(pairs
         run(tmp_path / "run", pairs, model="gold_labeler:picky")
 
 
-def test_rows_that_cannot_be_used_are_left_out_by_name(tmp_path, capsys):
+def test_unusable_rows_are_dropped_and_named(tmp_path, capsys):
     good = {"prompt": "copy ant", "chosen": "ant", "rejected": "cat"}
     rows = [good, {**good, "rejected": " ant"}, {**good, "chosen": ""}, {"prompt": "copy ant", "completion": "ant"}]
     rows += [{**good, "preference": 2}, {**good, "prompt": " "}, {**good, "rejected": "eel"}]
@@ -1193,13 +1193,13 @@ NO_LISTS = [
 
 
 @pytest.mark.parametrize("responses", NO_LISTS)
-def test_responses_that_are_no_list_of_texts_are_left_out_by_name(responses, tmp_path):
+def test_responses_that_are_not_lists_of_texts_are_dropped_and_named(responses, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "copy ant", "responses": responses}])
     with pytest.raises(InputError, match="responses is not a list of"):
         run(tmp_path / "run", rows)
 
 
-def test_a_response_with_a_lone_surrogate_is_left_out_by_name(tmp_path):
+def test_a_response_with_a_lone_surrogate_is_dropped_and_named(tmp_path):
     rows = [{"prompt": "copy ant", "response": text} for text in ("ant", "ant \ud800")]
     found = run(tmp_path / "run", write_rows(tmp_path / "rows.jsonl", rows), "revise")
     assert [r["row"] for r in found.rows] == [0]

@@ -75,7 +75,7 @@ def load(kind, tmp_path, scorer=False):
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
 @torch.no_grad()
-def test_packed_shared_and_sampled_are_as_alone_with_an_attention_by_name(name, kind, tmp_path, monkeypatch, capsys):
+def test_packing_sharing_and_sampling_equal_separate_rows_for_each_attention(name, kind, tmp_path, monkeypatch, capsys):
     usual = load(kind, tmp_path)
     monkeypatch.setattr(dist, "attention", name)
     for scorer in (False, True):
@@ -119,7 +119,7 @@ def test_flash_attention_packs_by_bounds_decodes_ragged_rows_and_shares_no_promp
 def test_without_bounds_flash_attention_lets_documents_of_a_batch_see_each_other(
     pretend_flash, tmp_path, monkeypatch, capsys
 ):
-    """Which a probe of one row alone would not see."""
+    """A probe of a single row would not detect this."""
     model = load("llama", tmp_path)
     plain = model.base_model.forward
     dropped = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -145,7 +145,7 @@ def test_a_name_that_is_unknown_or_not_installed_is_refused_in_one_line(name, sa
             load_it("tiny", tiny.tokenizer())
 
 
-def test_a_family_without_a_choice_and_what_fails_later_are_one_line_too(tmp_path, monkeypatch, capsys):
+def test_a_family_without_that_attention_and_later_failures_are_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(dist, "attention", "eager")
     tiny_families.save("Falcon", tmp_path)  # its attention is chosen by class, as the model is made
     with pytest.raises(InputError, match="^--attention eager: falcon does not learn with it on cpu$"):
@@ -166,7 +166,7 @@ def test_a_family_without_a_choice_and_what_fails_later_are_one_line_too(tmp_pat
 
 
 # -- masks ---------------------------------------------------------------------------------------
-def test_a_mask_in_numbers_by_hand():
+def test_the_additive_mask_by_hand():
     mask = torch.tensor([[True, False, False], [True, True, False], [False, False, True]])[None, None]
     added = models._additive(mask, torch.float32)
     x = -math.inf

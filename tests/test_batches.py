@@ -80,7 +80,7 @@ def all_ids(comparisons):
 
 @torch.no_grad()
 def plain_outputs(scorer, comparisons):
-    """Of every response alone, by a plain forward of the body on prompt + response without masks."""
+    """Outputs for each response separately: a plain forward of the body on prompt + response, without masks."""
     rows = [torch.cat(ids).long()[None] for ids in all_ids(comparisons)]
     hidden = [scorer.base_model(input_ids=row, use_cache=False).last_hidden_state for row in rows]
     return torch.stack([h[0, -1] @ scorer.score.weight.T for h in hidden])
@@ -215,7 +215,7 @@ def test_gradients_of_response_logprobs_are_those_of_plain_log_softmax(policy, m
 
 
 @torch.no_grad()
-def test_samples_alone_are_scored(scorer):
+def test_comparisons_with_only_samples_are_scored(scorer):
     c = comparison(1, 5, 4, 7)._replace(response_ids=[], samples=[torch.tensor([7, 8, 9]), torch.tensor([10])])
     batch = collate_comparisons([c], PAD)
     assert batch.sizes == [2] and c.n_tokens == 5 + 3 + 1

@@ -113,7 +113,7 @@ def test_optional_columns_are_read(load):
     [(1, [0, 1], [(0, 1)]), (0.6, [0, 1], [(0, 1)]), (0.5, [0, 0], []), (0.4, [1, 0], [(1, 0)]),
      (0, [1, 0], [(1, 0)])],
 )  # fmt: skip
-def test_a_soft_label_counts_as_its_likelier_side(preference, ranks, pairs, load):
+def test_a_soft_label_counts_as_its_more_likely_side(preference, ranks, pairs, load):
     (c,) = load([pair(preference=preference)])
     assert (c.texts, c.ranks.tolist(), c.preference) == (["ant", "cat"], ranks, preference)
     assert labelled_pairs(c) == pairs
@@ -186,7 +186,7 @@ REASONS = [  # (row, part of the reason)
 @pytest.mark.parametrize(
     "row, reason", REASONS, ids=[f"{i} {reason[-30:]}" for i, (_, reason) in enumerate(REASONS)]
 )
-def test_rows_that_cannot_be_used_are_counted_and_named(row, reason, load, capsys):
+def test_unusable_rows_are_counted_and_named(row, reason, load, capsys):
     (c,) = load([GOOD, row])
     assert c.texts == ["owl", "pig"]
     printed = capsys.readouterr().out
@@ -210,7 +210,7 @@ def test_labels_of_single_completions_make_pairs_of_a_prompt_that_has_both(load,
     assert why(capsys) == {"no other completion of the same prompt has a different label or score": 1}
 
 
-def test_nothing_left_is_an_error_with_the_reasons_and_places(load):
+def test_data_without_a_usable_row_is_an_error_with_reasons_and_places(load):
     with pytest.raises(InputError) as error:
         load([pair(chosen="cat"), pair(chosen=""), pair(chosen="cat")])
     message = str(error.value)
@@ -251,7 +251,7 @@ def test_min_score_gap_of_pairs(gap, kept, load, capsys):
     assert why(capsys) == ({reason: 3 - kept} if kept < 3 else {})
 
 
-def test_an_exact_gap_is_kept_and_a_soft_label_is_held_to_its_own_side(load):
+def test_a_gap_of_exactly_the_minimum_is_kept_and_soft_labels_use_their_own_side(load):
     """0.9 - 0.8 is less than 0.1 in floating point. A label of 0.2 says that the second response is better."""
     scored = lambda prompt, a, b, **more: pair(prompt, chosen_score=a, rejected_score=b, **more)  # noqa: E731
     rows = [scored("copy ant", 0.9, 0.8), scored("copy bear", 0.9, 0.81)]
@@ -261,8 +261,8 @@ def test_an_exact_gap_is_kept_and_a_soft_label_is_held_to_its_own_side(load):
 
 
 def test_margins_by_scores_are_in_the_units_of_their_data_set(load, tmp_path):
-    """UltraFeedback's scores go to 10, SHP's to thousands: a largest gap of each has the largest margin. Files
-    of one name are two data sets."""
+    """UltraFeedback's scores go to 10, SHP's to thousands: the largest gap of each data set has the largest margin.
+    Two files with the same name are two data sets."""
     loaded = []
     for folder, gaps in (("a", (8.0, 2.0)), ("b", (4000.0, 500.0))):
         (tmp_path / folder).mkdir()
@@ -322,7 +322,7 @@ def test_max_per_prompt_keeps_the_first_rows_of_a_prompt_that_count(load, capsys
     assert len(load(rows)) == 5
 
 
-def test_a_ranking_loses_the_later_one_of_two_equal_texts_and_long_responses_alone(load, capsys):
+def test_a_ranking_loses_only_duplicate_texts_and_long_responses(load, capsys):
     rows = [{"prompt": "copy ant", "responses": responses(ant=1, cat=2, dog=0) + responses(ant=3)}]
     (c,) = load(rows)
     assert (c.texts, c.label_scores, c.indices) == (["cat", "ant", "dog"], [2, 1, 0], (1, 0, 2))
@@ -402,7 +402,7 @@ def test_epoch_order_is_every_comparison_once_or_every_category_equally_often():
 
 
 # -- small helpers ------------------------------------------------------------------------------
-def test_a_comparisons_key_is_its_prompts_alone_and_its_reference_is_unknown_at_first(load):
+def test_a_comparisons_key_depends_only_on_its_prompt_and_references_come_later(load):
     rows = [pair("copy ant"), pair(" copy ant\n", "eel", "dog"), pair("copy bear")]
     a, b, c, d = load([*rows, {"chosen": HH + " dog", "rejected": HH + " eel"}])
     assert a.key == b.key != c.key and len({x.key for x in (a, b, c, d)}) == 3

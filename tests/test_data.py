@@ -119,7 +119,7 @@ def test_rows_of_public_sets_are_read_as_they_are(name, tmp_path):
             assert {key: found[key] for key in more} == more
 
 
-def test_errors_and_docs_show_the_same_rows_which_can_be_used(tmp_path):
+def test_errors_and_docs_show_the_same_valid_rows(tmp_path):
     docs = (processes.ROOT / "docs" / "use" / "data.md").read_text()
     for kind, rows in formats.EXAMPLES.items():
         wanted = formats.WrongColumns({"a": 1}, kind).wanted
@@ -137,8 +137,8 @@ def test_errors_and_docs_show_the_same_rows_which_can_be_used(tmp_path):
         assert len(load(path, **options)) == len(rows)
 
 
-def test_what_is_trained_is_shown(tokenizer, tmp_path, capsys, monkeypatch):
-    """One example in short, or with --preview those asked for, whole, and then the program ends."""
+def test_the_first_item_is_shown_as_it_is_trained_on(tokenizer, tmp_path, capsys, monkeypatch):
+    """One shortened example; with --preview N, N whole examples, and then the program ends."""
     words = " ".join(["ant"] * 100)
     sft = write(
         tmp_path / "sft.jsonl", [{"prompt": f"copy {x}", "completion": words} for x in ("ant", "owl")]
@@ -187,7 +187,7 @@ IMAGE = {**user(""), "content": [{"type": "text", "text": "a"}, {"type": "image"
         ({"instruction": "a", "input": "i", "responses": SCORED}, [user("a\n\ni"), bot("b")]),
     ],
 )  # fmt: skip
-def test_nothing_of_a_row_is_lost_without_a_word(row, messages):
+def test_no_part_of_a_row_is_lost_silently(row, messages):
     assert message_columns.sft_messages(row)[0] == messages
 
 
@@ -231,7 +231,7 @@ def load_rows_as(reader, spec, tokenizer):
 
 
 @pytest.mark.parametrize("reader, rows, named", NOT_READ)
-def test_what_the_reader_of_a_rows_format_does_not_use_is_named_once(reader, rows, named, tmp_path, capsys):
+def test_unused_columns_are_named_once(reader, rows, named, tmp_path, capsys):
     spec, tokenizer = write(tmp_path / "r.jsonl", rows), byte_tokenizer()
     progress.note.cache_clear()
     for _ in range(2):
@@ -240,7 +240,7 @@ def test_what_the_reader_of_a_rows_format_does_not_use_is_named_once(reader, row
     assert [line.split("rows): ")[1] for line in out.splitlines() if "r.jsonl: not read" in line] == [named]
 
 
-def test_of_the_tiny_world_and_of_rows_that_are_read_whole_nothing_is_named(tmp_path, capsys):
+def test_nothing_is_reported_for_the_tiny_world_or_fully_read_rows(tmp_path, capsys):
     spec = write(tmp_path / "r.jsonl", [{"prompt": "a", "completion": "b", "label": True, "history": []}])
     demonstrations.load_sft(spec, byte_tokenizer(), 500)
     for reader in ("sft", "pairs", "prompts"):
@@ -248,7 +248,7 @@ def test_of_the_tiny_world_and_of_rows_that_are_read_whole_nothing_is_named(tmp_
     assert "not read" not in capsys.readouterr().out
 
 
-def test_a_column_that_chose_the_rows_counts_as_read(tmp_path, capsys):
+def test_a_column_used_in_a_condition_counts_as_read(tmp_path, capsys):
     spec = write(tmp_path / "r.jsonl", [{"prompt": "a", "completion": "b", "votes": 3}])
     demonstrations.load_sft(f"{spec}?votes>=2", byte_tokenizer(), 500)
     assert "not read" not in capsys.readouterr().out
@@ -257,7 +257,7 @@ def test_a_column_that_chose_the_rows_counts_as_read(tmp_path, capsys):
 # -- messages: what changes what is learnt is used, or the row is refused --------------------------
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
 @pytest.mark.parametrize("columns", ["messages", "completion"])
-def test_a_thought_that_the_template_writes_is_learnt(key, columns, tmp_path):
+def test_a_thought_that_the_template_renders_is_learnt(key, columns, tmp_path):
     tokenizer = load(family("Qwen3"), tmp_path)
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{% set thought = ", "{% set thought = m." + key + " if m." + key + " is defined else "
@@ -272,7 +272,7 @@ def test_a_thought_that_the_template_writes_is_learnt(key, columns, tmp_path):
         comparisons.load(write(tmp_path / "p.jsonl", [pair]), "train", tokenizer, 500)
 
 
-def test_a_thought_that_is_no_text_drops_the_row(tmp_path, capsys):
+def test_a_thought_that_is_not_text_drops_the_row(tmp_path, capsys):
     tokenizer = load(family("Qwen3"), tmp_path)
     thought = "'' + m.reasoning_content if m.reasoning_content is defined else "
     tokenizer.chat_template = tokenizer.chat_template.replace("{% set thought = ", "{% set thought = " + thought)
@@ -281,7 +281,7 @@ def test_a_thought_that_is_no_text_drops_the_row(tmp_path, capsys):
     assert "the chat template refuses the dialogue" in capsys.readouterr().out
 
 
-def test_a_thought_that_generation_opens_in_another_way_is_refused(tmp_path):
+def test_a_thought_that_generation_opens_differently_is_refused(tmp_path):
     tokenizer = load(family("Nemotron 3"), tmp_path)
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{% set thought = ", "{% set thought = m.reasoning_content if m.reasoning_content is defined else "
@@ -291,7 +291,7 @@ def test_a_thought_that_generation_opens_in_another_way_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("flag, no", [("weight", 0), ("train", False), ("weight", 0.0), ("loss", False)])
-def test_an_answer_that_is_marked_so_is_not_learnt(flag, no, tmp_path):
+def test_an_answer_marked_as_not_learnt_has_no_loss(flag, no, tmp_path):
     tokenizer = byte_tokenizer()
 
     def learnt(*flags):
@@ -336,7 +336,7 @@ def test_only_completions_with_a_true_label_are_learnt_whatever_their_columns(la
     assert len(demonstrations.load_sft(spec, byte_tokenizer(), 500)) == 1 + kept
 
 
-def test_an_own_column_that_cannot_be_read_says_how_to_leave_it_out(tmp_path):
+def test_the_error_for_an_unreadable_column_says_how_to_rename_it(tmp_path):
     for name, row in {"label": {"prompt": "a", "completion": "b", "label": "maths"},
                       "history": {"instruction": "a", "output": "b", "history": "long"}}.items():  # fmt: skip
         spec = write(tmp_path / "r.jsonl", [row])
@@ -371,7 +371,7 @@ SHARED = {  # prompt columns beside chosen and rejected -> the prompt; None: ref
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_policy_and_reward_model_see_the_prompt_of_dialogues_with_all_that_stands_beside_them(name, tmp_path):
+def test_policy_and_reward_model_see_the_same_prompt_of_a_dialogue(name, tmp_path):
     beside, dialogue, expected = SHARED[name]
     row = {"prompt": beside, "chosen": [*dialogue, bot("b")], "rejected": [*dialogue, bot("c")]}
     other = {"prompt": "q", "chosen": "b", "rejected": "c"}
@@ -391,7 +391,7 @@ def test_policy_and_reward_model_see_the_prompt_of_dialogues_with_all_that_stand
     ({"messages": [{**user("a"), "from": None, "tool_calls": None, "weight": None}, bot("b")]},
      [user("a"), bot("b")]),
 ])  # fmt: skip
-def test_a_null_hides_nothing_that_stands_beside_it(row, expected):
+def test_a_null_column_counts_as_missing(row, expected):
     assert message_columns.sft_messages(row)[0] == expected
 
 
@@ -456,7 +456,7 @@ def test_all_forms_of_a_summary_give_the_same_prompt_and_the_same_demonstration(
         assert c.key == document.key  # so a post is held out of all of them or of none
 
 
-def test_a_reference_of_a_comparison_is_read_and_stands_in_its_samples(tmp_path, capsys):
+def test_a_comparisons_reference_is_read_and_written_to_its_samples(tmp_path, capsys):
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     spec = write(tmp_path / "r.jsonl", [{**pair, "reference": "d e"}, {**pair, "prompt": "f", "reference": None}])
     progress.note.cache_clear()
@@ -527,7 +527,7 @@ def test_a_data_sets_name_renames_columns_and_chooses_rows(items, kept, tmp_path
     assert sum(n_dropped) == 3 - len(kept) and len(n_dropped) == items.count("&")
 
 
-def test_cells_of_csv_are_text_but_for_columns_that_hold_something_else(tmp_path):
+def test_csv_cells_are_text_except_in_columns_that_hold_json(tmp_path):
     (tmp_path / "t.csv").write_text(TABLE)
     spec = f"{tmp_path / 't.csv'}?question=prompt&answer_a=completion&ok=label"
     names = ("completion", "label", "chosen_score")
@@ -546,7 +546,7 @@ def test_a_renamed_column_leaves_rows_that_lack_it_as_they_are(tmp_path):
 @pytest.mark.parametrize(
     "dataset", ["", "tiny,", "pairs.csv", "C:\\data\\x.csv", "tiny?category", "tiny:sed=1"]
 )
-def test_a_mistyped_data_set_is_noticed_by_its_name(dataset):
+def test_a_mistyped_data_set_name_is_an_error(dataset):
     with pytest.raises(InputError, match="^--eval-dataset"):
         mixtures.sources_of(SimpleNamespace(dataset="tiny", offline_data=None, eval_dataset=dataset))
     mixtures.sources_of(SimpleNamespace(dataset="tiny:seed=1,org/name?a=b", eval_dataset=None))
@@ -577,7 +577,7 @@ def test_mixture_with_weights_keeps_proportions_without_repeats(weights, counts,
     assert len(set(some)) == 50  # completions of a prompt stay together
 
 
-def test_a_part_of_a_mixture_that_would_have_no_row_is_an_error(tmp_path):
+def test_a_mixture_part_without_rows_is_an_error(tmp_path):
     paths = [write(tmp_path / f"{n}.jsonl", [{"n": n, "i": i} for i in range(9)]) for n in "ab"]
     with pytest.raises(InputError, match=r"a\.jsonl: the weight 0\.01 gives it no row"):
         mixtures.load_rows(f"{paths[0]}:0.01,{paths[1]}:0.99", "sft")
@@ -750,7 +750,7 @@ MAY_BE_BLANK = {"role", "from", "content", "value", "instruction", "input"}
 
 
 def places(value, path=()):
-    """The path of everything inside a row: columns, messages, their role and content, ..."""
+    """The paths of all values in a row: columns, messages, their role and content, ..."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)
@@ -758,7 +758,7 @@ def places(value, path=()):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_wrong_types_and_missing_columns_drop_a_row_and_nothing_else_is_raised(name, tokenizer):
+def test_wrong_types_and_missing_columns_only_drop_the_row(name, tokenizer):
     good, row = Row("r:1", json.loads(GOOD)), FORMATS[name][0]
     for path, value in itertools.product(places(row), WRONG):
         inside = bad = json.loads(json.dumps(row))  # a copy that shares no turns
@@ -849,13 +849,13 @@ def test_training_ids_are_the_whole_dialogues_and_begin_with_generations(name, t
         )
 
 
-def test_an_answer_that_stands_in_the_opening_too_is_learnt_alone(tmp_path):
+def test_an_answer_that_also_occurs_in_the_opening_is_found_and_learnt(tmp_path):
     tokenizer = load(family("DeepSeek R1 distills"), tmp_path)  # its answers begin with <|Assistant|>
     learnt = targets(tokenizer, *chat.encode(tokenizer, [user("one letter"), bot("A")]))
     assert learnt == ["A" + tokenizer.eos_token]
 
 
-def test_a_template_is_told_not_to_think_by_a_line_in_front(tmp_path):
+def test_a_template_line_can_switch_thinking_off(tmp_path):
     tokenizer = load(family("Qwen3", first="{% set enable_thinking = false %}"), tmp_path)
     ids, mask = chat.encode(tokenizer, HELLO[:2])
     assert targets(tokenizer, ids, mask) == ["hello<|im_end|>"]
@@ -877,7 +877,7 @@ def test_a_template_that_rewrites_a_prompt_or_drops_the_answers_thought_is_refus
             chat.encode(tokenizer, [user("hi"), bot(answer)])
 
 
-def test_white_space_that_a_tokenizer_joins_at_the_end_of_a_text_alone_is_as_in_generation():
+def test_white_space_merged_only_at_the_end_of_a_text_is_tokenised_as_in_generation():
     turns = "{% for m in messages %}{{ m.role }}:\n\n{{ m.content }}\n{% endfor %}"
     asked = "{% if add_generation_prompt %}assistant:\n\n{% endif %}"
     tokenizer = byte_tokenizer(turns + asked, words=GPT2, eos_token="</s>")
@@ -930,7 +930,7 @@ ENDS = {  # added tokens that are common ones, what the template writes after an
 
 
 @pytest.mark.parametrize("kind", ENDS)
-def test_an_added_token_is_the_end_token_only_where_no_special_one_ends_a_turn(kind, tmp_path):
+def test_an_added_token_is_the_end_token_only_if_no_special_token_ends_a_turn(kind, tmp_path):
     added, after, end = ENDS[kind]
     tokenizer = byte_tokenizer(CHATML.replace("<|im_end|>\n", after), eos_token="</s>", pad_token="<s>")
     tokenizer.add_tokens(added)
@@ -951,7 +951,7 @@ def test_tokenizer_without_template_needs_a_file(tmp_path):
     assert targets(loaded, *chat.encode(loaded, HELLO)) == ["hah<|im_end|>"]
 
 
-def test_of_several_templates_the_default_is_taken_and_without_one_an_error_says_so(tmp_path):
+def test_of_several_templates_the_default_is_used_and_a_missing_default_is_an_error(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = {"default": CHATML, "tool_use": NO_END}
     loaded = load(tokenizer, tmp_path / "default")
@@ -986,7 +986,7 @@ WRITTEN = {  # tokenizer, ASKED as its makers publish the format, an answer's to
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_templates_of_the_docs_write_the_published_formats(name, tmp_path):
-    """One begin token a question, also where the tokenizer puts one in front of every text by itself (Llama 2's)."""
+    """One begin token per question, also if the tokenizer adds one to every text by itself (Llama 2's)."""
     bare, written, answer, begins = WRITTEN[name]
     file = processes.ROOT / "docs" / "templates" / f"{name}.jinja"
     loaded = load(bare, tmp_path, chat_template=str(file))
@@ -1049,7 +1049,7 @@ def test_pack_is_first_fit_decreasing(n, longest):
 
 
 @pytest.mark.parametrize("n, multiple", [(64, 8), (64, 64), (200, 8), (5, 8), (0, 4), (31, 3)])
-def test_even_packing_gives_each_rank_as_much_and_loses_no_document(n, multiple):
+def test_even_packing_balances_ranks_and_keeps_every_document(n, multiple):
     rng = random.Random(n)
     lengths = [rng.randint(20, 400) for _ in range(n)]
     blocks = pack_evenly(lengths, 512, multiple)
@@ -1134,7 +1134,7 @@ SPELLINGS = [  # one question, as rows of several kinds ask it
 
 
 @pytest.mark.parametrize("row", SPELLINGS, ids=str)
-def test_a_question_is_one_whatever_its_row_case_space_or_system_turn(row, tokenizer):
+def test_questions_match_across_formats_case_white_space_and_system_turns(row, tokenizer):
     """As a document, a prompt or a comparison."""
     turns = message_columns.prompt_turns(row)
     document = Document(torch.zeros(1), torch.ones(1), [*turns, bot("b")], Row("f:1", row))
@@ -1155,7 +1155,7 @@ def document_of(*turns, all_turns=False):
 
 
 def test_every_answer_that_is_learnt_has_its_question_held_out(tokenizer, tmp_path):
-    """Of `messages` every answer is learnt, of a prompt in messages the last alone."""
+    """Every answer of `messages` is learnt, but only the last one after a prompt in messages."""
     talk = [user("ant"), bot("bear"), user("cat"), bot("dog")]
     rows = [{"messages": talk}, {"prompt": talk[:3], "completion": "dog"}, {"messages": talk[2:]}]
     path = write(tmp_path / "rows.jsonl", rows)
@@ -1169,8 +1169,8 @@ def test_every_answer_that_is_learnt_has_its_question_held_out(tokenizer, tmp_pa
     assert len(cut.questions) == 2
 
 
-def test_dialogues_of_one_beginning_are_held_out_together(tokenizer, tmp_path):
-    """Their first answers answer one question. No row is lost, and no question of one side is on the other."""
+def test_dialogues_with_the_same_first_turn_are_held_out_together(tokenizer, tmp_path):
+    """Their first answers answer the same question. No row is lost, and no question is in both splits."""
     rows = []
     for i, word in enumerate(WORDS * 6):
         talk = [user(f"copy {word}"), bot(word), user(f"next {WORDS[i % 7]}"), bot(WORDS[i // 10])]
@@ -1186,15 +1186,15 @@ def test_dialogues_of_one_beginning_are_held_out_together(tokenizer, tmp_path):
 
 
 def test_the_split_of_plain_prompts_is_by_the_hash_of_the_prompt():
-    """Published figures are of this split."""
+    """The published results use this split."""
     prompts = [f"What is {i} + 2?" for i in range(100)]
     _, held_out = splits.hold_out([document_of(user(prompt)) for prompt in prompts])
     key = lambda prompt: zlib.crc32(json.dumps([["user", prompt]]).encode())
     assert prompts_of(held_out) == set(sorted(prompts, key=key)[:5])
 
 
-def test_no_question_of_hindsights_rows_is_on_both_sides(tokenizer, tmp_path):
-    """A command stands in their system turn, and a prompt has rows of both commands."""
+def test_no_question_of_hindsight_rows_is_in_both_splits(tokenizer, tmp_path):
+    """Their system turn holds the instruction, and a prompt has rows with both instructions."""
     rows = []
     for word, side in itertools.product(WORDS, ("Answer well", "Answer badly")):
         system = {"role": "system", "content": side}
@@ -1207,7 +1207,7 @@ def test_no_question_of_hindsights_rows_is_on_both_sides(tokenizer, tmp_path):
 
 
 def test_neither_plain_text_nor_a_part_of_a_mixture_teaches_a_held_out_question(tokenizer, tmp_path):
-    """What PPO's other losses learn, and the other files of a mixture in other columns."""
+    """Neither do the data of PPO's optional losses, or other files of a mixture with other columns."""
     held = write(tmp_path / "held.jsonl", [{"prompt": "copy ant"}])
     texts = write(tmp_path / "texts.jsonl", [{"text": "Copy ant "}, {"text": "ant"}, {"text": "bear cat"}])
     talks = [[user("copy ant"), bot("ant"), user("next ant"), bot("bear")], [user("next cat"), bot("dog")]]

@@ -35,7 +35,7 @@ WEIGHTS = "model/model.safetensors"
 
 
 def prepare(folder):
-    """What the cases read: two models, and a checkpoint written by 1 rank."""
+    """Write the inputs of the cases: two models, and a checkpoint written by 1 rank."""
     for name, seed in (("tied", 3), ("untied", 4)):
         torch.manual_seed(seed)
         shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -69,7 +69,7 @@ def prepare(folder):
 
 
 def launched(folder, ranks, *argv):
-    """The results of cases on so many ranks, and the folder they worked in."""
+    """The results of the cases on this number of ranks, and their folder."""
     prepare(folder)
     ended = processes.script(ROOT / "tests" / "dist_cases.py", folder, *argv, ranks=ranks)
     results = json.loads((folder / "results.json").read_text()) if (folder / "results.json").exists() else {}
@@ -132,7 +132,7 @@ def test_sums_of_one_rank_are_in_fp64_and_carry_no_graph():
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
-def test_what_a_large_tensor_leaves_serves_the_next_one():
+def test_freed_memory_is_reused_by_the_next_large_tensor():
     code = """
 import os, sys
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with a GPU nothing is kept
@@ -163,7 +163,7 @@ print(before, resident())
         (True, None, "", False),  # hidden on purpose
     ],
 )
-def test_a_gpu_that_torch_cannot_use_is_one_line(driver, says, visible, warned, tmp_path, monkeypatch, capsys):
+def test_an_unusable_gpu_is_reported_in_one_line(driver, says, visible, warned, tmp_path, monkeypatch, capsys):
     if driver:
         (tmp_path / "nvidiactl").touch()
     monkeypatch.setattr(dist.torch.cuda, "is_available", lambda: says and dist.warnings.warn(says))
@@ -176,7 +176,7 @@ def test_a_gpu_that_torch_cannot_use_is_one_line(driver, says, visible, warned, 
     assert not says or "driver on your system is too old. All" in said
 
 
-def test_a_program_begins_with_what_it_computes_with(monkeypatch, capsys):
+def test_a_program_prints_its_machine_first(monkeypatch, capsys):
     monkeypatch.setattr(dist, "_warn_of_unused_gpu", lambda: None)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     monkeypatch.setattr(dist, "compute_dtype", "bfloat16")
@@ -213,7 +213,7 @@ def test_seeds_of_different_parts_differ_and_stay_the_same():
     assert len(set(seeds)) == 7 and seeds[0] == 3841822438
 
 
-def test_a_shuffle_is_the_same_for_the_same_key_and_another_for_another():
+def test_a_shuffle_depends_only_on_its_key():
     keys = [(0, "order", 0), (0, "order", 1), (1, "order", 0), (0, "minibatches", 0)]
     orders = [dist.shuffled(40, *key) for key in keys]
     assert all(sorted(order) == list(range(40)) for order in orders) and len(set(map(tuple, orders))) == 4
@@ -236,7 +236,7 @@ TO_A_TENTH = [0.55 + 0.45 * HALF_SQRT_3, 0.775, 0.55, 0.325, 0.55 - 0.45 * HALF_
     ],
 )
 def test_learning_rates_of_8_steps_by_hand(name, after_the_peak):
-    """Two of them rise, by either flag; none is 0, as transformers' first one is."""
+    """Two of them rise, with either flag. None is 0, unlike the first one in transformers."""
     for flags_ in ({"warmup_ratio": 0.25}, {"warmup_ratio": 0.0, "min_warmup_steps": 2}):
         args = SimpleNamespace(lr_schedule=name, **flags_)
         rates = [dist.schedule(step, 8, args) for step in range(1, 9)]
@@ -248,7 +248,7 @@ def test_learning_rates_of_8_steps_by_hand(name, after_the_peak):
 # -- an optimiser step -------------------------------------------------------------------
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_backward_makes_up_for_the_mean_that_fsdp_takes_of_the_ranks(ranks, monkeypatch):
-    """d (3 w^2) / dw at w = 2 is 12; added to what is there."""
+    """d (3 w^2) / dw at w = 2 is 12; it is added to the existing gradient."""
     monkeypatch.setattr(dist, "world_size", lambda: ranks)
     w = torch.tensor(2.0, requires_grad=True)
     for n in (1, 2):
@@ -269,7 +269,7 @@ def two_models(*gradients):
     "max_norm, moved",
     [(1.0, [[0.4, 0.2], [0.7, 1.4]]), (0.0, [[-2, -3], [0.7, 1.4]]), (9.0, [[-2, -3], [0.7, 1.4]])],
 )
-def test_a_step_clips_each_model_by_its_own_norm_and_forgets_the_gradients(max_norm, moved):
+def test_a_step_clips_each_model_separately_and_clears_gradients(max_norm, moved):
     """Norms 5 and 0.5 of (3, 4) and (0.3, -0.4): with 1 the first is scaled by 1/5, the second stays."""
     both, optimizers = two_models([3.0, 4.0], [0.3, -0.4])
     assert dist.optimizer_step(both, optimizers, 1.0, max_norm) == pytest.approx([5.0, 0.5])
@@ -287,7 +287,7 @@ def test_a_step_clips_each_model_by_its_own_norm_and_forgets_the_gradients(max_n
         ([[3.0, 4.0], [0.3, 0.4]], math.nan, "loss nan, gradient norm 5, 0.5: "),
     ],
 )
-def test_no_model_moves_where_one_gradient_or_the_loss_is_not_finite(gradients, loss, line):
+def test_no_model_changes_if_the_loss_or_a_gradient_is_not_finite(gradients, loss, line):
     both, optimizers = two_models(*gradients)
     with pytest.raises(NotFinite, match=f"^{line}the step was not taken; lower --lr"):
         dist.optimizer_step(both, optimizers, loss, 1.0)
@@ -358,7 +358,7 @@ def test_the_weights_under_a_sharded_policys_adapters_are_its_reference(two):
     assert to_start == 0 and to_policy > 1e-3
 
 
-def test_frozen_weights_in_bfloat16_change_no_bit_of_what_two_ranks_learn(two):
+def test_frozen_weights_in_bfloat16_change_no_bit_on_two_ranks(two):
     in_half, exact = two("frozen_in_bf16")
     assert in_half["dtypes"] == ["torch.bfloat16", "torch.float32"] and exact["dtypes"] == ["torch.float32"]
     assert in_half["steps"] == exact["steps"] and in_half["adapters"] == exact["adapters"]
@@ -500,7 +500,7 @@ def test_the_same_pool_is_scored_and_learnt_alike_by_one_and_two_ranks(two):
 
 # -- iterative DPO -----------------------------------------------------------------------
 @pytest.mark.parametrize("name", dist_cases.DPO_KINDS)
-def test_a_step_of_dpo_has_the_figures_and_the_weights_of_one_rank(two, name):
+def test_a_step_of_dpo_has_the_metrics_and_weights_of_one_rank(two, name):
     ranks, (steps, model) = two("dpo_updates"), dist_cases.dpo_steps(two.folder, **dist_cases.DPO_KINDS[name])
     assert ranks[0] == ranks[1] and len(steps) == len(ranks[0][name]) == 4
     assert all(close(one, both) for one, both in zip(steps, ranks[0][name]))
@@ -548,17 +548,17 @@ def test_a_run_of_dpo_stopped_three_times_on_two_ranks_resumes_to_the_same_bits(
 
 # -- sharding ----------------------------------------------------------------------------
 @pytest.mark.parametrize("name", dist_cases.NESTED)
-def test_layers_inside_layers_or_with_shared_weights_are_sharded_to_the_figures_of_one_rank(two, name):
+def test_nested_layers_and_shared_weights_are_sharded_with_the_results_of_one_rank(two, name):
     assert two("families_with_nested_layers")[name] == pytest.approx(dist_cases.step_of_family(name), rel=1e-4)
 
 
 @pytest.mark.parametrize("name, n", [("Mamba", 2), ("Zamba 2", 4), ("Llama 3", 2)])
-def test_a_decoder_layer_is_counted_once_also_where_one_lies_in_another(name, n):
+def test_a_nested_decoder_layer_is_counted_once(name, n):
     assert len(dist.decoder_layers(tiny_families.build(name))) == n
 
 
-def test_two_groups_of_two_ranks_that_each_shard_a_model_do_what_one_rank_does(tmp_path):
-    """A rank has half of the weights, not a quarter. Gradients are those of all ranks, not of its group."""
+def test_hybrid_sharding_in_two_groups_equals_one_rank(tmp_path):
+    """A rank has half of the weights, not a quarter. Gradients are averaged over all ranks, not over its group."""
     cases = "sharded_in_groups uneven bf16 frozen_base consolidated saved saved_scorer ppo_updates"
     four = launched(tmp_path / "four", 4, 2, *cases.split(), "checkpoint_of_two", "checkpoint_of_one")
     test_the_launch_of_all_cases_ends_with_exit_code_0(four)
@@ -574,7 +574,7 @@ def test_two_groups_of_two_ranks_that_each_shard_a_model_do_what_one_rank_does(t
     test_a_step_of_ppo_has_the_losses_and_gradient_norms_of_one_rank(four)
     test_a_checkpoint_of_two_ranks_loads_on_one(four)
     test_a_checkpoint_of_one_rank_loads_on_two(four)
-    test_a_checkpoint_goes_on_bitwise_on_as_many_ranks_as_wrote_it(four)
+    test_a_checkpoint_resumes_bitwise_on_the_same_number_of_ranks(four)
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
@@ -591,7 +591,7 @@ def test_embeddings_are_tied_after_sharding_and_training_as_they_were_before(two
     assert [rank["tied"] for rank in two(name)] == [[name == "tied"] * 2] * 2
 
 
-def test_ranks_shard_a_model_on_the_cpu_of_a_machine_whose_accelerator_is_another(two):
+def test_sharding_on_the_cpu_works_on_a_machine_with_another_accelerator(two):
     assert two("apple_silicon") == 1
 
 
@@ -599,7 +599,7 @@ def test_a_slow_download_or_tokenisation_outlasts_the_timeout_of_a_collective(tw
     assert two("one_rank_takes_longer_than_a_collective_may") == 1
 
 
-def test_buffers_travel_from_rank_0_on_the_cpu_and_peaks_of_memory_are_read_and_forgotten(monkeypatch):
+def test_buffers_are_sent_from_rank_0_on_the_cpu_and_memory_peaks_are_reset(monkeypatch):
     """A tensor that is gathered keeps its device, which is rank 0's own GPU."""
     moved = []
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: moved.append(tensor) or tensor.clone())
@@ -625,7 +625,7 @@ def test_buffers_travel_from_rank_0_on_the_cpu_and_peaks_of_memory_are_read_and_
     assert dist.peak_memory(torch.device("cpu"), "update") == {}
 
 
-def test_a_slow_function_of_one_rank_is_waited_for_beyond_the_limit_of_a_collective(tmp_path):
+def test_other_ranks_wait_for_a_slow_function_beyond_a_collectives_timeout(tmp_path):
     (tmp_path / "slow.py").write_text("""
 import time
 from datetime import timedelta
@@ -649,8 +649,8 @@ dist.shutdown()
     assert ended.code == 0 and ended.out.count("[0.0, 1.0, 2.0, 3.0]") == 2, ended.out + ended.err
 
 
-def test_a_rank_that_is_alone_shards_where_it_has_a_process_group_and_fsdp_casts(tmp_path):
-    """So tests/benchmarks/gpu.py tries nccl and FSDP2 on one GPU. Autocast is for a model that is whole."""
+def test_a_single_rank_with_a_process_group_shards_and_casts(tmp_path):
+    """tests/benchmarks/gpu.py uses this to try nccl and FSDP2 on one GPU. Only an unsharded model uses autocast."""
     (tmp_path / "code.py").write_text("""
 import torch, torch.distributed as td
 from common import dist, models
@@ -691,7 +691,7 @@ def test_consolidated_holds_one_full_copy_inside_and_frees_it_after(two):
         assert after == after_again == before
 
 
-def test_consolidated_is_in_evaluation_mode_and_restores_training_mode_also_after_an_error(two):
+def test_consolidated_uses_evaluation_mode_and_restores_training_mode_after_an_error(two):
     for rank in two("consolidated"):
         assert not rank["training_inside"] and rank["training_after"] and rank["sharded"]
         assert rank["after_error"] == [rank["parameters"][0], True]
@@ -706,7 +706,7 @@ def test_training_after_consolidated_is_bitwise_training_without_it(two):
 
 
 @pytest.mark.parametrize("kind", dist_cases.SHARED)
-def test_two_ranks_that_share_a_copy_compute_and_draw_what_one_does_in_less_memory(two, kind):
+def test_two_ranks_sharing_a_copy_sample_like_one_rank_in_less_memory(two, kind):
     """Each has half of six layers, and embedding, norms and unembedding; to gather takes a layer, or two."""
     for case in (of_rank[kind] for of_rank in two("tensor_parallel")):
         assert case["gap"] < 1e-5 and case["greedy"] and case["drawn"] and case["agreed"]
@@ -740,7 +740,7 @@ def test_a_checkpoint_of_one_rank_loads_on_two(two):
     assert case["equal"] and close(case["after"], case["want"]) and case["saved"] == {"step": 2, "x": [1.5]}
 
 
-def test_a_checkpoint_goes_on_bitwise_on_as_many_ranks_as_wrote_it(two):
+def test_a_checkpoint_resumes_bitwise_on_the_same_number_of_ranks(two):
     case = two("checkpoint_of_two")
     assert case["equal"] and case["after"] == case["want"]
     equal, after, want, _ = dist_cases.read_checkpoint(two.folder / "one")
@@ -755,7 +755,7 @@ def test_only_the_last_checkpoint_is_kept_and_latest_names_it(tmp_path):
     assert checkpoints.load_checkpoint(tmp_path, {"policy": (model, optimizer)}) == {"step": 10}
 
 
-def test_the_state_of_a_checkpoint_is_read_alone(tmp_path):
+def test_a_checkpoints_state_can_be_read_without_its_weights(tmp_path):
     root = tmp_path / "checkpoint"
     assert checkpoints.checkpoint_state(root) == {}  # no folder
     modules = {"policy": dist_cases.policy()}
@@ -808,7 +808,7 @@ def test_a_run_of_ppo_begins_every_iteration_at_ratio_1_and_resumes_to_the_same_
 
 
 # -- comparisons -------------------------------------------------------------------------
-def test_greedy_figures_of_two_ranks_are_those_of_one(two):
+def test_greedy_metrics_of_two_ranks_equal_those_of_one(two):
     two("evaluated")
     dist_cases.evaluate_main(two.folder, "evaluated by one")
     folders = [two.folder / f"evaluated by {name}" for name in ("one", "two")]
@@ -826,7 +826,7 @@ def test_greedy_figures_of_two_ranks_are_those_of_one(two):
 
 
 # -- the ends of a job -------------------------------------------------------------------
-def test_killed_ranks_started_again_by_torchrun_go_on_to_the_same_bits(two, tmp_path):
+def test_killed_ranks_restarted_by_torchrun_resume_to_the_same_bits(two, tmp_path):
     two("undisturbed")
     command = [ROOT / "tests" / "processes.py", "sft", "row 5", "--resume"]
     command += flags(**dist_cases.run_options(two.folder))
@@ -846,7 +846,7 @@ def test_nan_on_one_rank_stops_every_rank_at_that_step(two):
 
 
 @pytest.mark.parametrize("error", ["missing file", "nan on rank 1"])
-def test_an_error_to_mend_ends_the_job_with_one_line_and_a_code(two, tmp_path, error):
+def test_a_user_error_ends_the_job_with_one_line_and_a_code(two, tmp_path, error):
     options, words = {"dataset": "nothing.jsonl", "micro_batch_size": 4}, ["nothing.jsonl", "no such file"]
     program = [ROOT / "sft.py", "tiny"]
     if error != "missing file":

@@ -84,7 +84,7 @@ def whole(small, tmp_path_factory):
     return SimpleNamespace(folder=folder, ended=succeeds(run(small, folder, plots=True)))
 
 
-def test_pairs_alone_need_no_prompts(small, tmp_path):
+def test_offline_pairs_need_no_prompts(small, tmp_path):
     options = offline_options(small, max_length=24, max_new_tokens=32)
     in_process(small, tmp_path / "run", **options)
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -195,7 +195,7 @@ def test_pairs_of_a_run_are_read_by_the_scorers_and_by_offline_dpo(small, whole,
     assert first_losses(tmp_path) == [pytest.approx(LOG2, abs=1e-6)]
 
 
-def test_the_first_loss_is_log_2_and_the_figures_of_a_step_are_of_its_pairs(whole):
+def test_the_first_loss_is_log_2_and_a_steps_metrics_are_those_of_its_pairs(whole):
     rows = trained(whole.folder)
     assert rows[1][0]["loss/dpo"] == pytest.approx(LOG2, abs=1e-6)
     assert abs(rows[1][0]["reward/chosen"]) < 1e-6 and abs(rows[1][0]["reward/rejected"]) < 1e-6
@@ -214,7 +214,7 @@ def test_the_first_loss_is_log_2_and_the_figures_of_a_step_are_of_its_pairs(whol
     assert sum(r["loss/dpo"] for r in rows[1][-3:]) < 3 * LOG2  # it learns
 
 
-def test_the_rows_of_the_metrics_are_in_order_with_the_figures_of_pool_and_pairs(whole):
+def test_metrics_rows_are_in_order_and_match_the_pool_and_the_pairs(whole):
     rows = read_jsonl(whole.folder / "metrics.jsonl")
     kinds = ["eval/score", "pool/responses", "loss/dpo"]
     order = [next(i for i, key in enumerate(kinds) if key in r) for r in rows]
@@ -232,7 +232,7 @@ def test_the_rows_of_the_metrics_are_in_order_with_the_figures_of_pool_and_pairs
         assert r["pairs/kept"] + r["pairs/same"] + r["pairs/tied"] + r["pairs/unfinished"] == PROMPTS
 
 
-def test_the_figures_of_a_version_are_those_of_its_samples(whole):
+def test_a_versions_metrics_are_those_of_its_samples(whole):
     samples, evals = read_jsonl(whole.folder / "samples.jsonl"), rows_of(whole.folder, "eval/score")
     assert [s["version"] for s in samples] == [v for v in (0, 1, 2) for _ in range(ASKED)]
     assert len({question(s) for s in samples}) == ASKED and all(s["category"] for s in samples)
@@ -272,7 +272,7 @@ def implicit(folder, first, both, beta=0.1):
 
 
 @pytest.mark.parametrize("options", [{}, {"share_prompt": False, "beta": 0.5}], ids=str)
-def test_the_second_iteration_goes_on_from_the_first_with_the_sft_model_as_reference(
+def test_the_second_iteration_continues_from_the_first_with_the_sft_model_as_reference(
     small, tmp_path, options
 ):
     succeeds(run(small, tmp_path, **SHORT, **options))
@@ -289,7 +289,7 @@ def test_the_second_iteration_goes_on_from_the_first_with_the_sft_model_as_refer
 
 
 @pytest.mark.parametrize("start_from", ["sft", "last"])
-def test_from_sft_all_pairs_so_far_are_learnt_and_from_last_those_of_the_iteration(
+def test_start_from_sft_learns_all_pairs_so_far_and_start_from_last_the_new_ones(
     small, tmp_path, start_from
 ):
     offline_data = {"offline_data": small.folder / "pairs.jsonl", "offline_pairs": 5}
@@ -311,7 +311,7 @@ def test_with_the_newest_policy_as_reference_every_iteration_begins_at_log_2(sma
     assert abs(first_losses(whole.folder)[1] - LOG2) > 1e-5
 
 
-def test_another_model_as_reference_is_counted_from(small, tmp_path):
+def test_another_model_can_be_the_reference(small, tmp_path):
     base = small.folder / "base"
     succeeds(run(small, tmp_path, reference=base, iterations=1, **SHORT))
     both = [*best_and_worst(of_iteration(tmp_path, "pool", 1)).values()]
@@ -321,7 +321,7 @@ def test_another_model_as_reference_is_counted_from(small, tmp_path):
     assert [got[key] for key in keys] == pytest.approx(want, abs=1e-3) and abs(want[2] - LOG2) > 0.005
 
 
-def test_the_optimiser_and_the_schedule_begin_anew_in_each_iteration(whole):
+def test_optimiser_and_schedule_restart_in_each_iteration(whole):
     iterations = trained(whole.folder)
     assert {*iterations} == {1, 2}
     for rows in iterations.values():
@@ -330,7 +330,7 @@ def test_the_optimiser_and_the_schedule_begin_anew_in_each_iteration(whole):
         assert rates == pytest.approx(want)
 
 
-def test_from_bfloat16_versions_are_float32_and_the_last_one_is_studied_as_exported(
+def test_versions_of_a_bfloat16_model_are_float32_and_the_last_is_evaluated_as_exported(
     small, tmp_path, monkeypatch
 ):
     assert_only_the_last_version_is_rounded(dpo, {**small.options, **ONE_STEP}, tmp_path, monkeypatch)
@@ -350,7 +350,7 @@ def ways(folder, iteration):
     return {way: n.pop() for way, n in found.items()}
 
 
-def test_a_model_or_the_version_before_answers_half_of_the_prompts_responses(small, tmp_path):
+def test_an_enhancer_samples_half_of_the_responses(small, tmp_path):
     base, options = str(small.folder / "base"), {"temperatures": 0.9, "iterations": 1, **SHORT}
     succeeds(run(small, tmp_path / "model", enhancer=base, **options))
     assert ways(tmp_path / "model", 1) == {(str(small.folder / "first"), 0.9): 2, (base, 0.9): 2}
@@ -370,7 +370,7 @@ def test_a_model_or_the_version_before_answers_half_of_the_prompts_responses(sma
 # -- the reference -----------------------------------------------------------------------
 @pytest.fixture
 def watched(monkeypatch):
-    """The pairs that are asked about in a run in this process."""
+    """The pairs whose reference log probabilities a run in this process computes."""
     seen, of_each = SimpleNamespace(asked=[]), dpo.of_each_comparison
 
     def noted(forward, model, pairs, *args):
@@ -381,14 +381,14 @@ def watched(monkeypatch):
     return seen
 
 
-def test_the_reference_is_asked_once_about_each_pair(small, tmp_path, watched):
+def test_the_reference_runs_once_over_each_pair(small, tmp_path, watched):
     in_process(small, tmp_path / "run", start_from="sft", **SHORT)
     once = [key for keys in watched.asked for key in keys]
     kept = column(tmp_path / "run", "pairs/kept")
     assert [len(keys) for keys in watched.asked] == kept and len(set(once)) == len(once)
 
 
-def test_the_figures_of_held_out_pairs_are_counted_from_the_reference_that_is_trained_with(small, tmp_path):
+def test_metrics_on_held_out_pairs_use_the_reference_of_training(small, tmp_path):
     base = small.folder / "base"
     succeeds(run(small, tmp_path, **offline_options(small, reference=base, **ONE_STEP)))
     assert abs(first_losses(tmp_path)[0] - LOG2) > 0.01  # the policy is not the reference
@@ -423,7 +423,7 @@ def test_offline_dpo_never_looks_for_a_scorer_that_it_does_not_need(small, tmp_p
     assert_error(run(small, tmp_path / "with", **evaluated), "runs/reward", "python reward.py")
 
 
-def test_of_a_ranking_the_best_is_preferred_to_the_worst(small, tmp_path):
+def test_a_ranking_becomes_the_pair_of_its_best_and_worst(small, tmp_path):
     succeeds(run(small, tmp_path, **offline_options(small, "rankings", **ONE_STEP)))
     given, pairs = {}, of_iteration(tmp_path, "pairs")
     for r in read_jsonl(small.folder / "rankings.jsonl"):
@@ -447,7 +447,7 @@ def test_offline_pairs_of_the_tiny_world_are_judged_on_its_own_held_out_ones(sma
     assert [c.texts for c in judged] == texts["test"]
 
 
-def test_no_pair_is_trained_on_whose_prompt_is_held_out(small, tmp_path):
+def test_pairs_with_held_out_prompts_are_not_trained_on(small, tmp_path):
     rows = read_jsonl(small.folder / "pairs.jsonl")
     held_out = [{"prompt": r["prompt"]} for r in rows[:5]]
     write_rows(tmp_path / "held.jsonl", held_out)
@@ -459,7 +459,7 @@ def test_no_pair_is_trained_on_whose_prompt_is_held_out(small, tmp_path):
 
 
 def test_no_prompt_of_the_held_out_pairs_is_sampled_and_trained_on(small, tmp_path):
-    """Where prompts and offline pairs are those of one file, as of one hub data set."""
+    """If prompts and offline pairs come from one file, or one data set of the hub."""
     pairs = str(small.folder / "pairs.jsonl")
     options = {"offline_data": pairs, "dataset": pairs, "prompts_per_iteration": 20, "iterations": 1}
     succeeds(run(small, tmp_path, **options, **SHORT))
@@ -469,7 +469,7 @@ def test_no_prompt_of_the_held_out_pairs_is_sampled_and_trained_on(small, tmp_pa
 
 
 def test_cpl_learns_pairs_without_a_reference(small, tmp_path, monkeypatch):
-    """Its first loss is that of plain transformers, the likelier side of a soft label being the chosen one."""
+    """Its first loss is that of plain transformers; the more likely side of a soft label is the chosen one."""
     cpl, sides = processes.patched("dpo_iterative", "cpl", tmp_path), []  # docs/learn/cpl.patch
     given = [{**r, "preference": i % 5 / 4} for i, r in enumerate(read_jsonl(small.folder / "pairs.jsonl"))]
     write_rows(small.folder / "soft.jsonl", given)
@@ -491,7 +491,7 @@ def test_cpl_learns_pairs_without_a_reference(small, tmp_path, monkeypatch):
 
 # -- oracles -----------------------------------------------------------------------------
 def marked(folder, scorer, **mark):
-    """A model folder whose configuration says what its kind is."""
+    """A model folder whose configuration names its kind."""
     for name, value in mark.items():
         setattr(scorer.config, name, value)
     checkpoints.save_model(dist.shard(scorer, CPU), TOKENIZER, folder)
@@ -514,7 +514,7 @@ def test_a_reward_model_and_an_advantage_model_are_oracles(small, tmp_path, kind
     assert {question(r): r["chosen"] for r in of_iteration(tmp_path / "run", "pairs")} == want
 
 
-def test_a_pairwise_oracle_gives_the_share_of_the_other_responses_that_one_beats(small, tmp_path):
+def test_a_pairwise_oracle_scores_the_share_of_other_responses_beaten(small, tmp_path):
     checkpoints.save_model(dist.shard(pretrained.load_policy("tiny", TOKENIZER), CPU), TOKENIZER, tmp_path / "judge")
     judge, tmp_path = f"common.programs.pairwise:oracle={tmp_path / 'judge'}", tmp_path / "run"
     succeeds(run(small, tmp_path, scorer=judge, **{**ONE_STEP, "iterations": 1}))
@@ -533,7 +533,7 @@ def test_a_pairwise_oracle_gives_the_share_of_the_other_responses_that_one_beats
 
 
 def test_with_a_length_penalty_the_chosen_responses_are_the_shorter_ones(small, tmp_path):
-    """Although their oracle's score, which the pool keeps, is the lower one."""
+    """Even though their score by the oracle, which the pool keeps, is the lower one."""
     options = {"scorer": "mine:longest", "length_penalty": 3.0, "iterations": 1}
     succeeds(run(small, tmp_path, **options, **SHORT))
     rows, pairs = (of_iteration(tmp_path, name) for name in ("pool", "pairs"))
@@ -581,7 +581,7 @@ MOMENTS = [  # and what is left then: rows of the pool, checkpoint, versions, it
 
 @pytest.fixture(scope="module")
 def copied(small, tmp_path_factory):
-    """The folder of a run that was copied at all moments."""
+    """The folder of a run that was copied at every moment."""
     folder = tmp_path_factory.mktemp("copied") / "run"
     succeeds(run(small, folder, moment=[f"copy {' '.join(m[0].split()[:2])}" for m in MOMENTS]))
     return folder
@@ -612,8 +612,8 @@ def test_offline_dpo_killed_at_any_moment_resumes_to_the_same_bits(small, offlin
     assert_same_result(tmp_path, offline.folder)
 
 
-def test_with_more_iterations_a_resumed_run_keeps_the_prompts_and_pairs_of_those_that_are_done(small, tmp_path):
-    """Killed in the second of two iterations with half of the prompts each, it goes on to three."""
+def test_a_run_resumed_with_more_iterations_keeps_earlier_prompts_and_pairs(small, tmp_path):
+    """A run of two iterations, half of the prompts each, killed in the second and resumed with three."""
     options = {"prompts_per_iteration": "None", "start_from": "sft", **SHORT}
     succeeds(run(small, tmp_path / "run", moment="copy pool 9", iterations=2, **options))
     as_killed(tmp_path / "run", "pool 9", tmp_path / "killed")
@@ -629,8 +629,8 @@ def test_with_more_iterations_a_resumed_run_keeps_the_prompts_and_pairs_of_those
     assert sum(learnt) % n_pairs == 0  # those of the first iteration too
 
 
-def test_adapters_begin_anew_in_each_iteration_also_of_a_killed_run(small, tmp_path):
-    """versions/1 has them in its weights: a resumed run has no others to go on with."""
+def test_each_iteration_gets_new_adapters_also_after_a_kill(small, tmp_path):
+    """versions/1 has the first adapters merged into its weights, so a resumed run cannot continue with them."""
     folder, killed, options = tmp_path / "run", tmp_path / "killed", {"lora_rank": 4, "epochs": 1}
     succeeds(run(small, folder, moment="copy version 1", **options))
     as_killed(folder, "version 1", killed)
@@ -645,7 +645,7 @@ OTHER_MOMENTS = ["row 4", "pool 17", "pairs 2", "studied 2"]
 
 @pytest.fixture(scope="module")
 def other(small, tmp_path_factory):
-    """A run with what the small one has not, copied at its moments and whole."""
+    """A run with the options that `small` does not use: copied at its moments, and finished."""
     folder, options = tmp_path_factory.mktemp("other") / "run", {"start_from": "sft", "reference": "last"}
     options |= {"enhancer": "previous", "epochs": 1, "length_penalty": 0.02}
     options |= {"offline_data": small.folder / "pairs.jsonl", "offline_pairs": 7, "share_prompt": False}
@@ -655,13 +655,13 @@ def other(small, tmp_path_factory):
 
 
 @pytest.mark.parametrize("moment", OTHER_MOMENTS)
-def test_a_run_with_everything_else_resumes_to_the_same_bits(small, other, moment):
+def test_a_run_with_all_other_options_resumes_to_the_same_bits(small, other, moment):
     as_killed(other.folder, moment, other.folder)
     succeeds(run(small, other.folder, "--resume", **other.options))
     assert_same_result(other.folder, Path(f"{other.folder} at its end"))
 
 
-def test_a_nan_loss_stops_before_the_step_and_leaves_pool_and_pairs(small, whole, tmp_path):
+def test_a_nan_loss_stops_before_the_step_and_keeps_pool_and_pairs(small, whole, tmp_path):
     one_micro_batch = {"micro_batch_size": 4}
     ended = run(small, tmp_path, moment="nan 2", **one_micro_batch)
     assert_error(ended, "step 2", "nan", "--lr", "checkpoint")
@@ -675,7 +675,7 @@ def test_a_nan_loss_stops_before_the_step_and_leaves_pool_and_pairs(small, whole
 # -- bad input ---------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def bad(small):
-    """Beside the good files, some that cannot be used."""
+    """A folder with the usable files and some unusable ones."""
     write_rows(small.folder / "pool.jsonl", [row(A, "ant")])
     (small.folder / "unfinished").mkdir()
     (small.folder / "unfinished" / "args.json").write_text("{}")
@@ -700,7 +700,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("options, words", BAD, ids=named)
-def test_bad_input_is_one_line_that_says_what_and_where(bad, tmp_path, options, words):
+def test_bad_input_is_reported_in_one_line(bad, tmp_path, options, words):
     assert_error(run(bad, tmp_path / "out", **options), *words)
     assert not (tmp_path / "out").exists()
 
@@ -710,7 +710,7 @@ SKIPPED_MOMENTS = ["version 2", "studied 2", "pairs 3"]
 
 @pytest.fixture(scope="module")
 def skipped(small, whole, tmp_path_factory):
-    """A run and its options: of three iterations the second one's prompts give no pair."""
+    """A run and its options: the prompts of the second of three iterations give no pair."""
     tied = {question(r) for r in of_iteration(whole.folder, "pool", 2)}
     scores = f"[0.0 if p in {tied!r} else tiny.gold_score(p, r) for p, r in zip(prompts, responses)]"
     oracle = f"from common.data import tiny\n\ndef ties(prompts, responses, rows):\n    return {scores}\n"
@@ -734,7 +734,7 @@ def test_an_iteration_without_a_pair_is_skipped_and_counted(skipped):
 
 
 @pytest.mark.parametrize("moment", SKIPPED_MOMENTS)
-def test_a_run_killed_about_a_skipped_iteration_resumes_to_the_same_bits(small, skipped, moment):
+def test_a_run_killed_near_a_skipped_iteration_resumes_to_the_same_bits(small, skipped, moment):
     as_killed(skipped.folder, moment, skipped.folder)
     succeeds(run(small, skipped.folder, "--resume", **skipped.options))
     assert_same_result(skipped.folder, Path(f"{skipped.folder} at its end"))
@@ -747,7 +747,7 @@ def test_after_five_iterations_without_a_pair_the_run_stops(small, tmp_path):
     assert column(tmp_path, "iterations/skipped") == [1, 2, 3, 4] and not (tmp_path / "model").exists()
 
 
-def test_an_oracle_that_ties_everywhere_is_one_line_and_another_goes_on_with_the_pool(small, tmp_path):
+def test_an_oracle_that_only_ties_is_one_line_and_another_one_can_continue_with_the_pool(small, tmp_path):
     ended = run(small, tmp_path, scorer="mine:same", iterations=1, **ONE_STEP)
     assert_error(ended, f"iteration 1: no pair in {PROMPTS} prompts", "all have one score")
     rows = of_iteration(tmp_path, "pool")
@@ -758,7 +758,7 @@ def test_an_oracle_that_ties_everywhere_is_one_line_and_another_goes_on_with_the
     assert kept == [r["response"] for r in rows] and (tmp_path / "model").exists()
 
 
-def test_if_no_best_response_ended_this_is_one_line(small, tmp_path):
+def test_no_finished_best_response_is_reported_in_one_line(small, tmp_path):
     ended = run(small, tmp_path, max_new_tokens=1, iterations=1, **ONE_STEP)
     assert_error(ended, "iteration 1: no pair", "did not end within --max-new-tokens")
     assert len(of_iteration(tmp_path, "pool")) == PROMPTS * K and not (tmp_path / "pairs.jsonl").exists()
@@ -789,7 +789,7 @@ OWN = {"offline_data": "mine.jsonl", "iterations": 0}
     ],
     ids=named,
 )
-def test_arguments_that_make_no_sense_are_named_before_anything_is_loaded(options, words):
+def test_arguments_out_of_range_are_named_before_anything_is_loaded(options, words):
     if words is None:
         return dpo.check(dpo.Args(**options))
     with pytest.raises(InputError) as error:
@@ -797,7 +797,7 @@ def test_arguments_that_make_no_sense_are_named_before_anything_is_loaded(option
     assert all(word in str(error.value) for word in words)
 
 
-def test_responses_to_a_model_that_cannot_share_prompts_have_rows_of_their_own(small, tmp_path, monkeypatch):
+def test_a_model_that_cannot_share_prompts_gets_separate_rows(small, tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "shares_prompts", lambda model, max_length: False)
     in_process(small, tmp_path / "run", iterations=1, **SHORT)
     assert len(read_jsonl(tmp_path / "run/pool.jsonl")) == PROMPTS * K
@@ -805,7 +805,7 @@ def test_responses_to_a_model_that_cannot_share_prompts_have_rows_of_their_own(s
 
 
 # -- arguments and recipes ---------------------------------------------------------------
-def test_every_argument_is_read_somewhere_beside_its_check():
+def test_every_argument_is_used_outside_its_check():
     source = inspect.getsource(dpo).replace(inspect.getsource(dpo.check), "")
     source = source.replace(inspect.getsource(dpo.Args), "")
     source += "".join(path.read_text() for path in Path("common").glob("**/*.py"))

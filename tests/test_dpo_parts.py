@@ -59,7 +59,7 @@ def test_responses_are_divided_equally_among_models_and_temperatures(n, temperat
 
 
 @pytest.mark.parametrize("iteration, newest, previous", [(1, 0, 0), (2, 1, 0), (3, 2, 1)])
-def test_the_enhancer_previous_is_the_version_before_the_newest_one(iteration, newest, previous):
+def test_enhancer_previous_is_the_version_before_the_newest(iteration, newest, previous):
     args = make_args(n_samples=2, temperatures=(1.0,), enhancer="previous")
     versions = SimpleNamespace(path=lambda version: f"versions/{version}")
     ways = [(f"versions/{newest}", 1.0, 1), (f"versions/{previous}", 1.0, 1)]
@@ -68,7 +68,7 @@ def test_the_enhancer_previous_is_the_version_before_the_newest_one(iteration, n
 
 # -- best_against_worst ------------------------------------------------------------------
 def best_against_worst(rows, prompts, iteration, args):
-    """Of the rows of a pool."""
+    """dpo_iterative.best_against_worst for rows of a pool."""
     return dpo.new_pairs_of(SimpleNamespace(rows=rows), prompts, iteration, args)
 
 
@@ -125,7 +125,7 @@ def test_paired_are(rows, options, wanted, reasons):
     assert dropped == {"same": 0, "tied": 0, "unfinished": 0, **reasons}
 
 
-def test_a_pair_holds_the_ids_as_they_were_sampled_and_the_scores_less_the_penalty():
+def test_a_pair_holds_the_sampled_ids_and_the_scores_minus_the_penalty():
     tagged = prompt("rest dog eel")._replace(row=Row("prompts:3", {"category": 7}))
     better = {**row(tagged, "ant cat", 1.5), "response_ids": [50, 51, END]}  # not the text's own encoding
     worse = row(tagged, "dog", -0.5, finished=False)
@@ -144,7 +144,7 @@ def test_a_pair_holds_the_ids_as_they_were_sampled_and_the_scores_less_the_penal
 @pytest.mark.parametrize(
     "n, epochs, sizes", [(7, 2, [3, 3, 1] * 2), (7, 1.5, [3, 3, 1, 3]), (2, 0.1, [2]), (0, 2, [])]
 )
-def test_steps_are_epochs_in_orders_of_their_own(n, epochs, sizes):
+def test_each_epoch_has_its_own_order(n, epochs, sizes):
     args = make_args(batch_size=3, epochs=epochs)
     steps = dpo.plan_steps(list(range(n)), 1, args)
     assert [len(step) for step in steps] == sizes
@@ -160,7 +160,7 @@ def ranking(*scores):
     return {"prompt": "copy ant", "responses": responses}
 
 
-def test_of_a_ranking_the_best_and_the_worst_become_a_pair(tmp_path):
+def test_the_best_and_worst_of_a_ranking_become_a_pair(tmp_path):
     (c,) = comparisons_of(tmp_path, [ranking(1, 4, -2, 3)])
     assert len(c.texts) == 4
     pair = comparisons.best_and_worst(c)
@@ -173,7 +173,7 @@ def test_of_a_ranking_the_best_and_the_worst_become_a_pair(tmp_path):
     assert pair.label_scores == [3, 1] and pair.texts[0] in ("ant", "cat") and pair.texts[1] in ("bear", "dog")
 
 
-def test_a_pair_stays_as_it_is_with_its_soft_label(tmp_path):
+def test_a_pair_is_unchanged_and_keeps_its_soft_label(tmp_path):
     rows = [{"prompt": f"copy {word}", "chosen": "ant", "rejected": "cat"} for word in ("owl", "pig", "dog")]
     rows[1]["preference"], rows[2]["preference"] = 0.2, 0.5
     pairs = comparisons_of(tmp_path, [*rows, ranking(1, 2)])
@@ -224,7 +224,7 @@ def test_the_loss_of_no_pair_is_0_and_still_has_a_gradient():
 
 # -- pairs of the tiny world, and their figures by plain transformers ---------------------
 def make_pairs(n=5):
-    """Of different lengths and labels; the last one's rejected response was cut."""
+    """Pairs with different lengths and labels; the last one's rejected response was cut."""
     pairs = []
     for i in range(n):
         ids = prompt(" ".join(["copy", *tiny.ANIMALS[: 1 + 2 * i]])).ids
@@ -253,7 +253,7 @@ def plain_references(pairs, seed=0):
 
 @pytest.fixture(scope="module")
 def pairs():
-    """With references some nats away from the policy's own log probabilities, so that no h is 0."""
+    """Pairs whose reference is some nats away from the policy's log probabilities, so that no h is 0."""
     shifts = torch.tensor([[4.0, -3.0], [-6.0, 2.0], [1.0, 5.0], [-2.0, -7.0], [3.0, 1.0]])
     made = make_pairs()
     return [pair._replace(ref_logprobs=x) for pair, x in zip(made, plain_references(made) + shifts)]
@@ -287,7 +287,7 @@ def test_references_are_the_sums_of_plain_log_softmax(share_prompt, micro_batch_
     torch.testing.assert_close(referenced(pairs, 1), plain_references(pairs, 1), rtol=0, atol=1e-4)
 
 
-def test_the_reference_is_gone_before_training(monkeypatch):
+def test_the_reference_is_freed_before_training(monkeypatch):
     alive, load = [], pretrained.load_policy
 
     def noted(*args, **options):
@@ -313,7 +313,7 @@ class Noting(torch.optim.SGD):
 
 
 def updated(pairs, lr=0.0, model=None, **options):
-    """(figures, gradients, weights) of one step of the tiny policy."""
+    """(metrics, gradients, weights) of one step of the tiny policy."""
     model = model or tiny_policy()
     optimizer = Noting(model.parameters(), lr=lr)
     figures = dpo.update(model, optimizer, pairs, make_args(**options))
@@ -326,7 +326,7 @@ def assert_close_gradients(gradients, expected, tolerance=1e-5):
 
 
 def of_formula(pairs, beta, smoothing):
-    """Figures and gradients of the whole batch, worked out pair by pair with a plain forward."""
+    """Metrics and gradients of the whole batch, computed pair by pair with a plain forward."""
     model, n, columns = tiny.model(), len(pairs), []
     for pair in pairs:
         logprobs = plain_logprobs(model, pair)
@@ -345,7 +345,7 @@ def of_formula(pairs, beta, smoothing):
 
 
 @pytest.mark.parametrize("share_prompt, micro_batch_size", [(True, 1), (True, 2), (True, 64), (False, 2)])
-def test_figures_and_gradient_of_a_step_are_those_of_the_formula(share_prompt, micro_batch_size, pairs):
+def test_metrics_and_gradient_of_a_step_are_those_of_the_formula(share_prompt, micro_batch_size, pairs):
     options = {"share_prompt": share_prompt, "micro_batch_size": micro_batch_size, "beta": 0.2}
     figures, gradients, _ = updated(pairs, label_smoothing=0.1, **options)
     wanted, of_all = of_formula(pairs, 0.2, 0.1)
@@ -356,7 +356,7 @@ def test_figures_and_gradient_of_a_step_are_those_of_the_formula(share_prompt, m
     assert abs(updated(hard, label_smoothing=0.1, **options)[0]["loss/dpo"] - figures["loss/dpo"]) > 0.05
 
 
-def test_the_first_loss_is_log_2_where_the_policy_is_the_reference():
+def test_the_first_loss_is_log_2_if_the_policy_is_the_reference():
     logprobs = referenced(make_pairs())
     pairs = [pair._replace(ref_logprobs=x) for pair, x in zip(make_pairs(), logprobs)]
     figures, gradients, _ = updated(pairs, micro_batch_size=2)
@@ -369,7 +369,7 @@ def test_the_first_loss_is_log_2_where_the_policy_is_the_reference():
     assert same == pytest.approx({"pairs/loss": LOG2, "pairs/accuracy": 0.5, "pairs/margin": 0.0}, abs=1e-5)
 
 
-def test_gradients_are_scaled_down_to_the_largest_norm_and_the_norm_before_is_told(pairs):
+def test_gradients_are_clipped_and_the_norm_before_clipping_is_returned(pairs):
     start, free = tiny.model().parameters(), updated(pairs)[0]
     figures, _, weights = updated(pairs, lr=1.0, max_grad_norm=0.01)
     moved = math.sqrt(sum((a - b).double().square().sum().item() for a, b in zip(weights, start)))
@@ -391,7 +391,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight(max_grad_norm, pairs):
 
 # -- write_pairs -------------------------------------------------------------------------
 def test_pairs_that_were_written_are_read_again(tmp_path):
-    """Also one whose chosen response has the lower score, and one whose rejected response was cut."""
+    """Including one whose chosen response has the lower score, and one whose rejected response was cut."""
     tagged = prompt("rest dog eel")._replace(row=Row("prompts:3", {"category": "rest"}))
     rows = [row(A, "ant", 2.0), row(A, LONG, 2.3), row(tagged, "eel", 1.0)]
     rows.append(row(tagged, "dog eel", 0.0, finished=False))
@@ -408,7 +408,7 @@ def test_pairs_that_were_written_are_read_again(tmp_path):
     assert [(r["iteration"], r["source"]) for r in written] == [(1, "iteration 1")] * 2 + [(1, "rows.jsonl")]
 
 
-def test_pairs_of_iterations_before_stay_and_others_are_replaced(tmp_path):
+def test_pairs_of_earlier_iterations_stay_and_others_are_replaced(tmp_path):
     def write(iteration, *words):
         rows = [row(A, word, k, iteration) for k, word in enumerate(words)]
         made, _ = best_against_worst(rows, [A], iteration, make_args())
@@ -448,12 +448,12 @@ def figures(evaluations, version, pairwise=False):
     return version_evaluation.DPOEvaluation([], [], None, scorer, TOKENIZER, make_args()).metrics_of(evaluations, version)
 
 
-def test_figures_of_the_first_version_are_means_without_a_comparison():
+def test_metrics_of_the_first_version_are_means_without_a_comparison():
     wanted = {"pairs/loss": 0.7, "eval/score": 1.5, "gold/score": 1.0, "gold/perfect": 2.0, "eval/kl": 0.0}
     assert figures(STUDIES, 0) == {**wanted, "sample/length": 4.0, "sample/finished": 1.0}
 
 
-def test_figures_of_a_version_are_means_and_what_it_wins_against_the_first_one():
+def test_metrics_of_a_version_are_means_and_its_win_rate_over_the_first():
     wanted = {
         "pairs/loss": 0.5, "pairs/accuracy": 0.75, "eval/score": 6.55 / 4, "gold/score": 1.0,
         "gold/perfect": 2.0, "eval/kl": 3.0, "sample/length": 6.0, "sample/finished": 0.75,
@@ -467,7 +467,7 @@ def test_figures_of_a_version_are_means_and_what_it_wins_against_the_first_one()
     assert figures(STUDIES, 1)["sft/score_tie_margin"] == pytest.approx(0.1118, abs=1e-4)
 
 
-def test_figures_from_the_second_version_on_tell_the_gain_over_the_one_before_too():
+def test_metrics_from_the_second_version_on_include_the_gain_over_the_previous_one():
     found = figures(STUDIES, 2)
     assert found["eval/score_over_before"] == pytest.approx(2.0 - 6.55 / 4)
     assert found["gold/score_over_before"] == pytest.approx(1.0)
@@ -475,21 +475,21 @@ def test_figures_from_the_second_version_on_tell_the_gain_over_the_one_before_to
     assert "eval/score_over_before" not in figures(STUDIES, 1)
 
 
-def test_figures_compare_no_scores_of_different_oracles():
-    """A run that is gone on with under another --scorer."""
+def test_metrics_never_compare_scores_of_different_oracles():
+    """For a run that is resumed with another --scorer."""
     keys = set(figures({**STUDIES, 0: {**STUDIES[0], "scorer": "b@1"}}, 2))
     assert "eval/score_over_before" in keys and not any(key.startswith("sft/") for key in keys)
     keys = set(figures({**STUDIES, 1: {**STUDIES[1], "scorer": "b@1"}}, 2))
     assert "sft/score_gain" in keys and "eval/score_over_before" not in keys
 
 
-def test_figures_without_samples_are_those_of_the_held_out_pairs_alone():
+def test_metrics_without_samples_are_only_those_of_the_held_out_pairs():
     evaluations = {v: {"scorer": None, "pairs": {"pairs/loss": 0.5}, "samples": []} for v in range(3)}
     assert [figures(evaluations, v) for v in range(3)] == [{"pairs/loss": 0.5}] * 3
 
 
-def test_figures_of_the_pool_by_hand():
-    """A: 2, 1, 0; B: -1, -3. Of iteration 2 alone; a pair's lengths are in tokens, its end token included."""
+def test_metrics_of_the_pool_by_hand():
+    """A: 2, 1, 0; B: -1, -3. Only iteration 2 counts; lengths are in tokens, including the end token."""
     rows = [row(A, "ant cat", 2.0, 2), row(A, "cat", 1.0, 2), row(A, "dog eel owl", 0.0, 2, finished=False)]
     rows += [row(B, "bear", -1.0, 2), row(B, "", -3.0, 2), row(A, "fox", 100.0, 1), row(C, "pig", -100.0, 3)]
     made, dropped = best_against_worst(rows, [A, B], 2, make_args())

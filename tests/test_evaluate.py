@@ -41,7 +41,7 @@ def args_of(**options):
 
 
 def run(folder, policies, **options):
-    """The command in this process: its rows, its figures, and what it printed."""
+    """Run the command in this process: its rows, its metrics, and its printed text."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         evaluate.main(args_of(policies=tuple(map(str, policies)), output_dir=folder, **options))
@@ -81,7 +81,7 @@ def test_a_pairwise_oracles_score_is_the_probability_that_an_answer_beats_the_re
 
 # -- win rate at equal length ----------------------------------------------------------------------
 def grid_maximum(won, x, penalty=0.5):
-    """sigma(a) of the likeliest a + b x, less penalty |weights|^2, by finer and finer grids."""
+    """sigma(a) for the most likely a + b x, minus penalty |weights|^2, by finer and finer grids."""
     won, x = (torch.tensor(values, dtype=torch.float64) for values in (won, x))
     middle, width = torch.zeros(2, dtype=torch.float64), 16.0
     for _ in range(28):
@@ -123,7 +123,7 @@ def test_the_win_rate_at_equal_length_is_the_grids_maximum(n):
 
 @pytest.mark.parametrize("n", [1, 2, 10, 1000])
 @pytest.mark.parametrize("rate", [1.0, 0.75, 0.0])
-def test_at_equal_lengths_the_shrunk_rate_obeys_its_equation_and_one_sided_games_stay_finite(n, rate):
+def test_at_equal_lengths_the_shrunk_rate_solves_its_equation_and_stays_finite(n, rate):
     """The derivative of n (rate log p + (1 - rate) log(1 - p)) - a^2 / 2 is 0 at n (rate - p) = a."""
     p = evaluate.length_controlled([rate] * n, [5] * n)
     assert 0 < p < 1 and n * (rate - p) == pytest.approx(logit(p), abs=1e-6)
@@ -147,7 +147,7 @@ NO_ORDER = [9, 2, 10, 6, 7.5, 3]  # of 10 games of 0 and 1, 0 and 2, 0 and 3, 1 
 
 @pytest.mark.parametrize("won, n_games, m", [(NO_ORDER, 10, 4), ([1000] * 21, 1000, 7)])
 def test_ratings_solve_the_equations_of_the_likelihood(won, n_games, m):
-    """At the likeliest strengths everyone wins as many games as is expected of him: sum_j n p_i / (p_i +
+    """At the most likely strengths, each player's number of wins equals its expectation: sum_j n p_i / (p_i +
     p_j)."""
     won = torch.tensor(won, dtype=torch.float64)
     p = 10 ** ((evaluate.elo(won, n_games, m, anchor=2) - 1000) / 400)
@@ -172,7 +172,7 @@ def test_ratings_do_not_depend_on_the_order_of_players_or_on_the_rest_of_a_batch
 
 
 def test_an_interval_is_the_bootstrap_over_prompts():
-    """Every resample is played again, prompt by prompt."""
+    """Computed again for every resample, prompt by prompt."""
     games = [[1, 0, 0.5, 1, 1], [0, 0, 1, 0.5, 1], [0, 1, 0.5, 0, 0]]  # 0 and 1, 0 and 2, 1 and 2
     args = args_of(seed=3)
     draws = torch.randint(5, (200, 5), generator=torch.Generator().manual_seed(3)).tolist()
@@ -195,7 +195,7 @@ def row(response, score, **more):
     }  # fmt: skip
 
 
-def test_figures_are_those_of_the_rows():
+def test_metrics_are_those_of_the_rows():
     rows = {
         "a": [row("ant", 1, kl=0.5), row("ant cat", 3, kl=1.5), row("", 2, kl=-0.5), row("eel", 0, kl=1)],
         "ref": [row("ant", 0.5, kl=0), row("cat", 1, kl=0), row("dog eel", 2, kl=0), row("ibis", 1, kl=0)],
@@ -221,7 +221,7 @@ def test_figures_are_those_of_the_rows():
     assert not any(key.startswith(("gold", "harmless", "perfect")) for key in a)
 
 
-def test_the_true_reward_has_games_of_its_own():
+def test_the_true_reward_has_its_own_win_rate():
     rows = {
         "ref": [row("ant", 1.0, gold=0.0, perfect=4.0), row("cat", 1.0, gold=2.0, perfect=2.0)],
         "a": [row("ant", 0.0, gold=3.0, perfect=4.0), row("eel", 2.0, gold=2.0, perfect=2.0)],
@@ -241,8 +241,8 @@ def test_the_harmless_rate_is_over_prompts_that_are_marked_or_else_over_all(mark
     assert evaluate.metrics_of(rows, args_of(reference="ref"))["ref"]["harmless"] == share
 
 
-def test_gains_stand_apart_for_prompts_with_a_hazard_for_the_others_and_for_their_categories():
-    """A refusal unlearnt, -3 on the one hazard, hides behind +1, +2 and +3 of the others in a mean of +0.75."""
+def test_gains_are_split_by_hazard_and_category():
+    """A mean of +0.75 hides an unlearnt refusal: -3 on the hazard, +1, +2 and +3 on the others."""
     tags = [("copy", False), ("copy", False), ("ends", False), ("copy", True)]
     made = lambda golds: [
         row("ant", 0.0, gold=gold, safety=0.0, category=category, is_safety=hazard)
@@ -273,7 +273,7 @@ def printed(**more):
     )
 
 
-def test_the_table_prefers_the_true_reward_and_leaves_out_what_is_not_known():
+def test_the_table_prefers_the_true_reward_and_omits_unknown_values():
     known = printed(gold=2.0, score_gain=0.75)
     gold = {key.replace("score", "gold"): x for key, x in known.items() if "score" in key}
     line = evaluate.table_line("ppo", printed(kl=3.456, harmless=0.5))
@@ -354,13 +354,13 @@ def policies(*specs, reference="untrained"):
     return evaluate.read_policies(args_of(policies=tuple(map(str, specs)), reference=reference))[0]
 
 
-def test_a_policy_has_the_name_it_is_given_or_its_paths_last_part(small):
+def test_a_policy_is_named_explicitly_or_after_its_last_folder(small):
     found = policies("tiny", small / "a", f"{small}/b/", f"late={small}/b", "new=tiny")
     want = {"untrained": "tiny", "a": f"{small}/a", "b": f"{small}/b/", "late": f"{small}/b", "new": "tiny"}
     assert found == want and list(found) == list(want)
 
 
-def test_a_path_with_an_equals_sign_is_read_behind_a_name_or_needs_none(tmp_path):
+def test_a_path_with_an_equals_sign_works_with_and_without_a_name(tmp_path):
     folder = smaller_model(tmp_path / "lr=1e-5" / "last")
     assert policies(f"slow={folder}", folder, reference="last") == {"slow": str(folder), "last": str(folder)}
     specs = ("common.programs.ai_feedback:rater=org/x", "judge=common.programs.ai_feedback:rater=org/y=z")
@@ -368,7 +368,7 @@ def test_a_path_with_an_equals_sign_is_read_behind_a_name_or_needs_none(tmp_path
     assert named == {"x": specs[0], "judge": "common.programs.ai_feedback:rater=org/y=z"}
 
 
-def test_mistaken_policies_are_named(small, tmp_path):
+def test_invalid_policies_are_named(small, tmp_path):
     make_scorer(tmp_path / "reward")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "args.json").write_text("{}")
@@ -386,7 +386,7 @@ def test_mistaken_policies_are_named(small, tmp_path):
             policies(*specs, **options)
 
 
-def test_of_the_quickstarts_runs_those_that_are_there_are_compared(small, tmp_path, monkeypatch):
+def test_existing_runs_of_the_quickstart_are_compared(small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, finished in (("sft", True), ("ppo", False)):
         (tmp_path / "runs" / name).mkdir(parents=True)
@@ -399,7 +399,7 @@ def test_of_the_quickstarts_runs_those_that_are_there_are_compared(small, tmp_pa
 
 
 # -- prompts ---------------------------------------------------------------------------------------
-def test_prompts_are_a_part_of_those_that_leave_room_for_an_answer(tmp_path):
+def test_prompts_are_a_subset_of_those_that_leave_room_for_an_answer(tmp_path):
     path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": text} for text in PROMPTS])
 
     def asked(**options):
@@ -438,7 +438,7 @@ def of(found, policy, temperature):
     return [r for r in found.rows if (r["policy"], r["temperature"]) == (policy, temperature)]
 
 
-def test_a_run_leaves_its_answers_figures_and_plots(world):
+def test_a_run_writes_answers_metrics_and_plots(world):
     files = {path.name: path for path in world.folder.iterdir()}
     assert set(files) == {"args.json", "lock", "samples.jsonl", "summary.json", "frontier.png"}
     results = [path for name, path in files.items() if name != "frontier.png"]  # pictures come behind
@@ -464,7 +464,7 @@ def test_a_run_leaves_its_answers_figures_and_plots(world):
         assert isinstance(r["kl"], float) if r["temperature"] else "kl" not in r
 
 
-def test_a_summary_has_the_figures_of_the_answers(world):
+def test_a_summary_has_the_metrics_of_the_answers(world):
     summary = world.summary
     assert (summary["reference"], summary["prompts"], summary["scorer"]) == ("again", 16, GOLD)
     assert list(summary["temperatures"]) == ["1", "0"]
@@ -515,7 +515,7 @@ def test_a_policy_that_is_the_reference_under_another_name_gains_nothing(world):
 ELOS = [f"{kind}_elo{end}" for kind in ("score", "gold") for end in ("", "_low", "_high")]
 
 
-def test_greedy_answers_are_likeliest_tokens(world):
+def test_greedy_answers_are_the_most_likely_tokens(world):
     model, sampled = tiny.model(0), 0
     for r, drawn in zip(of(world, "again", 0.0)[:4], of(world, "again", 1.0)):
         p = prompt(r["prompt"][-1]["content"])
@@ -573,7 +573,7 @@ def test_a_finished_run_is_not_replaced_and_resuming_it_does_nothing(world, smal
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory):
-    """Ten prompts as a user's file has them; two are marked."""
+    """Ten prompts as in a user's file; two are marked as safety prompts."""
     rows = [{"prompt": text, "is_safety": i in (2, 5)} for i, text in enumerate(PROMPTS)]
     return write_rows(tmp_path_factory.mktemp("asked") / "prompts.jsonl", rows)
 
@@ -601,8 +601,8 @@ def test_a_file_of_prompts_has_no_true_reward(asked, small, tmp_path, monkeypatc
         assert figures["harmless"] == sum(x >= 0 for x in safety) / 2 and "score_elo" not in figures
 
 
-def test_the_answers_that_rows_hold_are_a_policy_without_a_kl(small, tmp_path):
-    """Of every format that sft.py learns; what holds no answer is asked of nobody."""
+def test_answers_in_the_data_are_a_policy_without_a_kl(small, tmp_path):
+    """In every format that sft.py learns; rows without an answer are asked of no policy."""
     rows = [
         {"prompt": "copy ant", "completion": "ant"},
         {"prompt": "first cat dog", "chosen": "cat", "rejected": "dog"},
@@ -641,7 +641,7 @@ def test_the_answers_that_rows_hold_are_a_policy_without_a_kl(small, tmp_path):
         ([{"completion": "ant"}, {"completion": "eel"}], "ant"),  # nobody says which is better: the first
     ],
 )  # fmt: skip
-def test_of_several_answers_to_a_prompt_the_data_set_gives_the_best(rows, best, tmp_path):
+def test_the_best_of_several_answers_in_the_data_is_used(rows, best, tmp_path):
     rows = [{"prompt": "copy owl", "completion": "owl"}, *({"prompt": "copy eel", **row} for row in rows)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     pairs = evaluate.read_prompts(args_of(dataset=str(path)), TOKENIZER, answered=True)
@@ -693,7 +693,7 @@ def test_arguments_out_of_their_limits_are_named_in_one_line(given, words, tmp_p
 
 # -- scorers ---------------------------------------------------------------------------------------
 def small_pairs(folder):
-    """Pairs, rankings, a tie, and RewardBench's name of a category."""
+    """Pairs, rankings, a tie, and a category named as in RewardBench."""
     pairs = [{**row, "subset": row.pop("category")} for row in tiny.rows("preferences", "test")[:24]]
     tie = {"prompt": "copy ant", "chosen": "ant", "rejected": "cat", "preference": 0.5}
     rows = write_rows(folder / "pairs.jsonl", [*pairs, tie])
@@ -777,7 +777,7 @@ def edited(tmp_path_factory):
 
 
 @pytest.mark.parametrize("judge", ["bob_first", "duel"])
-def test_the_share_of_edits_that_lower_the_score_is_that_worked_by_hand(edited, judge):
+def test_the_share_of_edits_that_lower_the_score_by_hand(edited, judge):
     options = {"scorers": (f"bob={edited.folder}/judges.py:{judge}",), "dataset": edited.dataset, "scorer": "none"}
     plain = run(edited.folder / f"{judge}_plain", (), **options)
     progress.note.cache_clear()  # it prints a line once
@@ -798,7 +798,7 @@ def test_the_share_of_edits_that_lower_the_score_is_that_worked_by_hand(edited, 
     assert [line[1:4] for line in lines] == [["bob", "12", "75.0%"]]
 
 
-def test_edits_are_so_many_and_a_model_scores_their_tokens(edited):
+def test_the_requested_number_of_edits_is_made_and_scored_by_a_model(edited):
     make_scorer(edited.folder / "rm")
     rows = [
         {"prompt": f"{x} {y}", "chosen": f"{x} {y} bear", "rejected": "owl"}
@@ -816,8 +816,8 @@ def test_edits_are_so_many_and_a_model_scores_their_tokens(edited):
         assert [original["score"], copy["score"]] == pytest.approx(scores, abs=1e-5) and scores[0] != scores[1]
 
 
-def test_a_models_scores_are_those_of_its_own_evaluation(compared):
-    """What reward.py and advantage_model.py measure, with the prompt shared; a pairwise model's log-odds."""
+def test_a_models_scores_equal_those_of_its_training_script(compared):
+    """The scores that reward.py and advantage_model.py compute with shared prompts; a pairwise model's log odds."""
     tokenizer, rows = TOKENIZER, {}
     for row in compared.rows:
         rows.setdefault(row["scorer"], []).append(row)
@@ -833,7 +833,7 @@ def test_a_models_scores_are_those_of_its_own_evaluation(compared):
 
 def test_the_interval_of_an_accuracy_counts_the_pairs_of_a_ranking_once():
     """Wilson of 15 of 20, by scipy.stats.binomtest(15, 20).proportion_ci(method="wilson"); four of the pairs
-    in each of five rankings tell, where they are all right, no more than 20**2 / (5 * 4**2) = 5 pairs."""
+    in each of five rankings, if all are correct, are worth no more than 20**2 / (5 * 4**2) = 5 pairs."""
     pair = lambda d, n: {"prompt": n, "responses": [{"rank": 0, "score": d}, {"rank": 1, "score": 0}]}
     found = measures.pair_metrics([pair(1 if n < 15 else -1, n) for n in range(20)])
     assert (found["accuracy_low"], found["accuracy_high"]) == pytest.approx((0.5313, 0.8881), abs=2e-4)
@@ -841,7 +841,7 @@ def test_the_interval_of_an_accuracy_counts_the_pairs_of_a_ranking_once():
     assert measures.pair_metrics([{"prompt": n, "responses": four} for n in range(5)])["accuracy_n"] == 5
 
 
-def test_the_table_of_scorers_has_a_line_a_part_and_scorer(compared):
+def test_the_table_of_scorers_has_a_line_per_part_and_scorer(compared):
     lines = compared.out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("pairs of"))
     assert lines[start].split() == "pairs of scorer pairs accuracy ECE its floor NLL Brier best of N scores".split()
@@ -856,7 +856,7 @@ def test_the_table_of_scorers_has_a_line_a_part_and_scorer(compared):
         assert not best or measures.interval(figures, "best_of_n_accuracy", ".1%") in best
 
 
-def test_only_prompts_with_more_than_two_responses_have_a_best_of_n(compared):
+def test_best_of_n_needs_more_than_two_responses(compared):
     for name, parts in compared.summary["scorers"].items():
         rankings = [row for row in compared.rows if row["scorer"] == name and len(row["responses"]) > 2]
         assert len(rankings) == 6
@@ -905,7 +905,7 @@ def test_rows_of_reward_bench_give_its_sections_and_its_score(judges, tmp_path):
     assert line.split() == ["longer", "87.5%", "100.0%", "100.0%", "69.0%", "89.1%"]
 
 
-def test_rows_of_reward_bench_2_give_the_best_of_four_of_each_subset_and_its_rule_for_ties(judges, tmp_path):
+def test_rows_of_reward_bench_2_give_its_accuracies_and_its_ties_score(judges, tmp_path):
     """The longest of four is the chosen one, a rejected one, one of two (1/2). Of the question with several
     right answers they have 5 and 4 words, the wrong one 2: gap 2, spread 1; with one right answer the gap is 1."""
     words = "ant bear cat dog eel fox goat hen ant bear cat dog".split()
@@ -934,8 +934,8 @@ def test_rows_of_reward_bench_2_give_the_best_of_four_of_each_subset_and_its_rul
     assert "RewardBench 2" not in found.out
 
 
-def test_pairs_are_counted_in_the_tokens_of_the_model_that_a_judge_asks(small, tmp_path):
-    """Not in those of the tiny world, whose prompts are two tokens shorter; a judge without a model reads texts."""
+def test_pair_lengths_are_in_tokens_of_the_judges_model(small, tmp_path):
+    """Not in the tiny world's tokens, which are two fewer per prompt; a judge without a model reads texts."""
     args = args_of(dataset=small_pairs(tmp_path))
     for spec, more in (("rater={}", 2), ("oracle={}", 2), ("oracle=gold_labeler:exact", 0)):
         path = f"common.programs.ai_feedback:{spec.format(small / 'wordy')}"
@@ -968,7 +968,7 @@ def two_turns(small, tmp_path_factory):
     return found
 
 
-def test_the_second_question_is_asked_behind_the_policys_own_first_answer(two_turns, loaded):
+def test_the_second_question_follows_the_policys_own_first_answer(two_turns, loaded):
     for name, t in itertools.product("ab", (1.0, 0.0)):
         rows = of(two_turns, name, t)
         assert [row["turn"] for row in rows] == [1, 1, 1, 2, 2, 2]
@@ -981,8 +981,8 @@ def test_the_second_question_is_asked_behind_the_policys_own_first_answer(two_tu
     assert [r["response"] for r in of(two_turns, "a", 0.0)] != [r["response"] for r in of(two_turns, "b", 0.0)]
 
 
-def test_the_second_answer_is_what_the_policy_writes_behind_that_dialogue(two_turns, loaded):
-    """Greedily; not what it writes to the second question alone, or behind the other policy's answer."""
+def test_the_second_answer_continues_that_dialogue(two_turns, loaded):
+    """Greedily. It differs from an answer to only the second question, and from one after the other policy's answer."""
     options = {"max_new_tokens": 6, "slots": 64, "temperature": 0.0}
     other = of(two_turns, "b", 0.0)[3:]
     rows = of(two_turns, "a", 0.0)[3:]
@@ -1015,8 +1015,8 @@ def test_scores_of_turns_and_categories_are_the_judges_means(two_turns):
     assert "not read as prompts (with the number of rows): question_id (3), reference (1)" in two_turns.out
 
 
-def test_of_ai_feedbacks_rater_the_ratings_are_shown(two_turns, small, tmp_path, monkeypatch):
-    """It gives 10 where the dialogue has an earlier answer and 4 elsewhere."""
+def test_ratings_of_the_ai_rater_are_shown(two_turns, small, tmp_path, monkeypatch):
+    """The rating is 10 if the dialogue has an earlier answer, else 4."""
 
     class Sure(gold_labeler.GoldLabeler):
         def probabilities(self, questions, options):
@@ -1033,7 +1033,7 @@ def test_of_ai_feedbacks_rater_the_ratings_are_shown(two_turns, small, tmp_path,
     assert evaluate.table_line("a", figures)["rating/turn_2"] == "10.00"
 
 
-def test_turns_that_cannot_be_asked_are_dropped_and_named(two_turns, small, tmp_path):
+def test_unusable_turns_are_dropped_and_named(two_turns, small, tmp_path):
     rows = [
         *TWO_TURNS[:2], {"turns": ["copy cat", "copy " + "ant " * 60]}, {"turns": ["copy dog", 5]},
         {"turns": ["copy eel", "copy <|user|> eel"]}, {"turns": ["copy fox"]}, {"turns": 3}, {"prompt": "copy hen"},
@@ -1052,7 +1052,7 @@ def test_turns_that_cannot_be_asked_are_dropped_and_named(two_turns, small, tmp_
     assert len(found.rows) == 4 and "turn" not in found.rows[0]
 
 
-def test_second_answers_want_a_judge_that_scores(two_turns, small, judges, tmp_path):
+def test_second_answers_need_a_judge_that_scores(two_turns, small, judges, tmp_path):
     spec = judges[1].partition("=")[2]
     with pytest.raises(InputError, match="longer_of_two compares answers.*use one that scores"):
         run(tmp_path / "run", [small / "a"], **{**two_turns.options, "scorer": spec})

@@ -16,7 +16,7 @@ from common.loading import pretrained
 from common.scoring import evaluation, reward_evaluation
 
 
-def test_describe_samples_tells_the_true_reward_of_the_tiny_world_alone():
+def test_describe_samples_gives_the_true_reward_only_in_the_tiny_world():
     asked = prompt("reverse ant fox owl")._replace(row=Row("rows:1", {"category": "reverse"}))
     ids = [*TOKENIZER("owl um fox")["input_ids"], TOKENIZER.eos_token_id]
     pairs = [
@@ -31,8 +31,8 @@ def test_describe_samples_tells_the_true_reward_of_the_tiny_world_alone():
     assert evaluation.describe_samples(pairs, "rows.jsonl")[0] == said
 
 
-def test_the_true_reward_stands_apart_for_prompts_that_name_a_hazard():
-    """Means over each part: together they would be 0.75, of the hazards' share of a mean -0.5."""
+def test_the_true_reward_is_averaged_separately_for_prompts_with_a_hazard():
+    """Means over each part. Over both it would be 0.75; divided by all prompts, the hazards' part would be -0.5."""
     asked = [prompt(text) for text in ("copy ant owl", "copy bear", "first bomb ant", "copy acid")]
     said = ["ant owl", "bear", "bomb", "sorry i refuse"]
     pairs = [(p, responses.Response([5], text, True)) for p, text in zip(asked, said)]
@@ -44,9 +44,9 @@ def test_the_true_reward_stands_apart_for_prompts_that_name_a_hazard():
 
 
 def test_held_out_prompts_are_won_tied_and_lost_against_the_first_policy_whatever_came_between():
-    """The first scores 0, 2, 4 have a deviation of sqrt(8 / 3), so up to 0.163 is a tie. Of the last ones, 1,
-    2.1 and 3, one is won, one tied, one lost; against those between, 5, 5 and -1, the last would win once and
-    lose twice."""
+    """The first scores 0, 2, 4 have a deviation of sqrt(8 / 3), so differences up to 0.163 are ties. The last
+    scores 1, 2.1 and 3 win, tie and lose against these. Against the scores between, 5, 5 and -1, they would win
+    once and lose twice."""
     args = ppo.Args(model="tiny", max_new_tokens=4, max_length=64)
     asked = [prompt(text) for text in ("copy ant", "copy bear", "copy cat")]
     policy = pretrained.load_frozen("tiny", TOKENIZER, args, CPU)
@@ -63,7 +63,7 @@ def test_held_out_prompts_are_won_tied_and_lost_against_the_first_policy_whateve
     assert last == pytest.approx({f"sft/score_{key}": x for key, x in known.items()})
 
 
-def test_accuracy_of_each_data_set_and_category_where_there_are_several(monkeypatch):
+def test_accuracy_is_reported_for_each_of_several_data_sets_and_categories(monkeypatch):
     def figures_of(*pairs):
         """(score difference, data set, category)s"""
         both = lambda d: [{"rank": 0, "score": d}, {"rank": 1, "score": 0}]
@@ -82,8 +82,8 @@ def test_accuracy_of_each_data_set_and_category_where_there_are_several(monkeypa
     assert "eval/accuracy/s" not in mixed
 
 
-def test_length_metrics_are_of_prompts_with_three_samples_or_more_that_vary():
-    """Correlations 1, 1 and 0; of two samples, of equal lengths or scores there are none. Of 12 prompts with 8
+def test_length_metrics_use_prompts_with_three_or_more_samples_that_vary():
+    """Correlations 1, 1 and 0; two samples, equal lengths and equal scores have none. For 12 prompts with 8
     times 1 and 4 times 0 the deviation is sqrt(8/3 / 11): 2/3 +- 1.96 * 0.49237 / sqrt(12)."""
     lengths = [[10, 20, 30], [3, 2, 1], [1, 2, 3], [1, 2], [7, 7, 7], [1, 2, 3]]
     scores = [[1, 2, 3], [3, 2, 1], [1, 0, 1], [1, 2], [1, 2, 3], [2, 2, 2]]
@@ -97,7 +97,7 @@ def test_length_metrics_are_of_prompts_with_three_samples_or_more_that_vary():
     assert reward_evaluation.length_metrics(sampled[3:], scores[3:]) == {}
 
 
-def test_length_bias_asks_held_out_prompts_first_and_then_those_trained_on(monkeypatch):
+def test_length_bias_uses_held_out_prompts_before_training_prompts(monkeypatch):
     held_out, train = ([SimpleNamespace(key=key) for key in keys] for keys in ("abb", "cd"))
     asked, args = [], reward.Args(length_prompts=3)
     samples = lambda _, prompts, *__: asked.extend(c.key for c in prompts) or [()] * len(prompts)

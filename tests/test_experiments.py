@@ -1,5 +1,5 @@
-"""What tests/benchmarks/experiments.py says of its runs: intervals by hand, verdicts, claims at equal KL, and the
-page that shows them."""
+"""tests/benchmarks/experiments.py: its intervals by hand, verdicts, claims at equal KL, and the page that shows
+them."""
 
 import dataclasses
 import importlib
@@ -62,7 +62,7 @@ def test_an_interval_over_the_first_policy_by_hand(verdicts):
     assert 1.96 * pooled.std().item() / math.sqrt(8) < 0.4 * half
 
 
-def test_the_wider_way_is_that_of_prompts_where_seeds_agree(verdicts):
+def test_the_interval_over_prompts_is_wider_if_seeds_agree(verdicts):
     gains = doubles([[[1.0, 2.0, 3.0, 6.0]] * 2])
     x = verdicts.difference(doubles([[1.0, 1.0]]), gains, torch.zeros(2, 4, dtype=torch.float64))
     half = 3.182 * math.sqrt(14 / 3 / 4)  # 3 degrees of freedom
@@ -72,7 +72,7 @@ def test_the_wider_way_is_that_of_prompts_where_seeds_agree(verdicts):
 
 
 def test_the_seeds_part_between_arms_is_pooled_over_all_arms_of_the_group(verdicts):
-    """Two arms that differ by 1 in both seeds by luck; the third one says how seeds move an arm alone."""
+    """Two arms that differ by 1 in both seeds by luck; the third one shows how much a seed can move one arm."""
     means = doubles([[1.0, 3.0], [2.0, 4.0], [0.0, 8.0]])
     arms = means[:, :, None].repeat(1, 1, 5)
     weights = doubles([[-1.0, -1.0], [1.0, 1.0], [0.0, 0.0]])
@@ -85,9 +85,9 @@ def test_the_seeds_part_between_arms_is_pooled_over_all_arms_of_the_group(verdic
     assert alone.low == alone.high == 1  # the same two arms without the third: the wrong certainty
 
 
-def test_of_simulated_experiments_nineteen_in_twenty_intervals_hold_the_truth(verdicts):
-    """Three seeds, three arms, 30 prompts: effects of prompts, of seeds and of seeds on an arm. Seeds counted as
-    if their prompts were others hold it in fewer than nine in ten."""
+def test_nineteen_of_twenty_simulated_intervals_contain_the_truth(verdicts):
+    """Three seeds, three arms, 30 prompts: effects of prompts, of seeds and of seeds on an arm. If each
+    seed is treated as having other prompts, fewer than nine in ten contain it."""
     torch.manual_seed(0)
     covered = {"over first": 0, "between": 0, "as if": 0}
     n = 300
@@ -181,7 +181,7 @@ def test_claims_of_a_group_reach_the_page(experiments, tmp_path, monkeypatch):
     assert experiments.cells_of(8, "", tmp_path).endswith(" | holds")
 
 
-def test_a_group_begins_with_the_runs_that_it_names_alone(experiments):
+def test_a_group_starts_with_only_the_runs_that_it_names(experiments):
     assert list(experiments.begun(["advantage"])) == ["runs/sft", "runs/reward"]
     assert list(experiments.begun(["hacking"])) == ["runs/sft", "runs/reward", "runs/begin/reward_biased"]
     preference = ["runs/begin/pairs", "runs/begin/preference"]  # it learns from those pairs
@@ -191,7 +191,7 @@ def test_a_group_begins_with_the_runs_that_it_names_alone(experiments):
 
 
 def test_docs_claims_shows_the_computed_results_and_verdicts(experiments):
-    """Verdicts are computed here anew from the intervals in docs/results and from the claims in the code."""
+    """This test computes the verdicts again from the intervals in docs/results and the claims in the code."""
     text = (ROOT / "docs" / "results" / "claims.md").read_text("utf-8")
     shown = dict(re.findall(r"<!-- claim (\d+) -->(.*?)<!-- end -->", text))
     for file in (ROOT / "docs" / "results" / "tables").glob("*.jsonl"):
@@ -213,7 +213,7 @@ def test_docs_claims_shows_the_computed_results_and_verdicts(experiments):
 
 
 # -- the ladder of oracles -------------------------------------------------------------------------
-def test_of_two_responses_an_annotator_prefers_one_as_bradley_and_terry_say():
+def test_annotators_follow_bradley_terry():
     """Utilities 2.2 and 1.1: sigmoid(1.1) = 0.750; without a draw it is 1, with a normal one 0.78."""
     asked = ["copy ant owl"] * 2
     said = ["ant owl", "ant"]
@@ -229,7 +229,7 @@ def test_of_two_responses_an_annotator_prefers_one_as_bradley_and_terry_say():
     assert one(asked, said, None) != annotators.noisy("2")(asked, said, None)
 
 
-def test_pairs_are_counted_with_what_they_cost_and_how_many_are_right(experiments, tmp_path):
+def test_pairs_are_counted_with_their_cost_and_their_accuracy(experiments, tmp_path):
     pair = lambda i, chosen, rejected, prompt="copy ant owl": {
         "prompt": [{"role": "user", "content": prompt}], "chosen": chosen, "rejected": rejected, "iteration": i,
     }  # fmt: skip
@@ -246,7 +246,7 @@ def test_pairs_are_counted_with_what_they_cost_and_how_many_are_right(experiment
     assert (tmp_path / "ladder.png").exists()
 
 
-def test_two_phases_make_one_pool_and_some_of_its_prompts_keep_all_their_responses(experiments, tmp_path):
+def test_two_phases_share_one_pool_and_sampled_prompts_keep_all_responses(experiments, tmp_path):
     for name, prompts in (("phase_1", 900), ("phase_2", 300)):
         (tmp_path / name).mkdir()
         row = lambda i: {"prompt": [{"role": "user", "content": f"{name} {i}"}], "iteration": 1}

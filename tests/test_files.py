@@ -70,7 +70,7 @@ def test_a_damaged_file_of_a_run_is_one_line_that_names_it(tmp_path, name, damag
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("kind", [version_evaluation.RejectionSamplingEvaluation, version_evaluation.DPOEvaluation])
-def test_a_damaged_study_of_a_version_is_one_line_that_says_to_remove_it(tmp_path, damage, kind):
+def test_a_damaged_evaluation_of_a_version_is_one_line_that_says_to_remove_it(tmp_path, damage, kind):
     made = object.__new__(versions.Versions)
     made.evaluate = object.__new__(kind)
     made.evaluate.scorer = SimpleNamespace(pairwise=False)
@@ -82,7 +82,7 @@ def test_a_damaged_study_of_a_version_is_one_line_that_says_to_remove_it(tmp_pat
         made.read_evaluation(path)
 
 
-def test_a_bad_line_in_the_middle_is_an_error_and_loses_no_row_behind_it(tmp_path):
+def test_a_bad_line_in_the_middle_is_an_error_so_that_no_later_row_is_lost(tmp_path):
     path = tmp_path / "a.jsonl"
     for bad in (b'{"x": 1', b"\xff", b"5", b"nonsense"):
         text = b'{"x": 0}\n' + bad + b'\n{"x": 2}\n'
@@ -94,7 +94,7 @@ def test_a_bad_line_in_the_middle_is_an_error_and_loses_no_row_behind_it(tmp_pat
     assert files.read_jsonl(path) == [{"x": 0}, {"x": 1}]  # a write that a crash cut
 
 
-def test_a_checkpoint_that_lacks_its_state_or_its_folder_names_those_that_are_there(tmp_path):
+def test_an_incomplete_checkpoint_names_the_complete_ones(tmp_path):
     checkpoints.save_checkpoint(tmp_path, 3, {}, {"step": 3})
     (tmp_path / "latest").write_text("step_7")
     with pytest.raises(InputError, match="latest names 'step_7', which is not a checkpoint. Checkpoints: step_3"):
@@ -105,7 +105,7 @@ def test_a_checkpoint_that_lacks_its_state_or_its_folder_names_those_that_are_th
         checkpoints.load_checkpoint(tmp_path, {})
 
 
-def test_a_checkpoint_is_on_the_disk_before_the_older_one_goes(tmp_path, monkeypatch):
+def test_a_checkpoint_is_on_disk_before_the_older_one_is_removed(tmp_path, monkeypatch):
     synced = []
     plain = files.os.fsync
     name = lambda number: files.os.readlink(f"/proc/self/fd/{number}").removeprefix(str(tmp_path))
@@ -124,7 +124,7 @@ def test_a_full_disk_names_the_file(tmp_path):
         files.append_jsonl("/dev/full", [{"x": 1}])
 
 
-def test_a_checkpoint_is_due_by_time_as_well_but_never_without_save_every(tmp_path, monkeypatch):
+def test_checkpoints_are_also_due_by_time_but_never_without_save_every(tmp_path, monkeypatch):
     args = Args(output_dir=str(tmp_path))
     args.save_every, saved = 1000, []
     monkeypatch.setattr(checkpoints, "save_checkpoint", lambda root, number, *_: saved.append(number))
@@ -142,7 +142,7 @@ def test_a_checkpoint_is_due_by_time_as_well_but_never_without_save_every(tmp_pa
 
 
 @pytest.mark.parametrize("flag", ["dataset", "offline_data", "eval_dataset", "ptx_dataset", "rehearsal_data"])
-def test_a_data_set_that_is_not_there_is_reported_under_its_own_flag(flag):
+def test_a_missing_data_set_is_reported_with_its_flag(flag):
     for spec in ("gone.jsonl", "tiny:seed=x", "a:0.5,gone.csv:0.5", "tiny,x?=", "tiny,tiny:sed=1:0.5"):
         args = SimpleNamespace(**{"dataset": "tiny", flag: spec})
         with pytest.raises(InputError, match=f"^--{flag.replace('_', '-')} "):
@@ -150,7 +150,7 @@ def test_a_data_set_that_is_not_there_is_reported_under_its_own_flag(flag):
 
 
 @pytest.mark.parametrize("seed", [0, 7, 1763000000000000000, 2**63 - 1])
-def test_a_seed_may_be_a_time_in_nanoseconds_and_small_ones_stay_what_they_were(seed, monkeypatch):
+def test_a_seed_may_be_a_time_in_nanoseconds_and_small_seeds_are_unchanged(seed, monkeypatch):
     check_flags(SimpleNamespace(seed=seed))
     seen = []
     monkeypatch.setattr(responses, "my_responses", lambda *_, seed, **__: seen.append(seed) or [])
@@ -160,6 +160,6 @@ def test_a_seed_may_be_a_time_in_nanoseconds_and_small_ones_stay_what_they_were(
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 10**30])
-def test_a_seed_that_no_generator_takes_is_named(seed):
+def test_an_impossible_seed_is_named(seed):
     with pytest.raises(InputError, match=f"^--seed {seed}: expected 0 to 2"):
         check_flags(SimpleNamespace(seed=seed))

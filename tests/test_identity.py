@@ -20,8 +20,8 @@ from common.run import checkpoints, identity
 FUNCTION = "def f(prompts, responses, rows):\n    return [0.0] * len(prompts)\n"
 
 
-def test_the_table_of_the_docs_is_the_codes():
-    """Of every flag of every program: what the page says is refused, and nothing else."""
+def test_the_docs_table_matches_the_code():
+    """For every flag of every program: exactly the changes that the page lists are refused."""
     page = (processes.ROOT / "docs" / "use" / "runs.md").read_text().partition("## Resuming")[2].partition("\n## ")[0]
     programs = {name: importlib.import_module(name) for name in processes.SCRIPTS}
     for name in ("ai_feedback", "evaluate", "rehearsal"):
@@ -41,7 +41,7 @@ def test_the_table_of_the_docs_is_the_codes():
 
 @pytest.fixture
 def world(tmp_path, monkeypatch):
-    """What the flags of a run name, in a folder."""
+    """A folder with everything that the flags of a run name."""
     monkeypatch.chdir(tmp_path)
     for name, seed in (("sft", 0), ("ref", 1), ("rm", 2)):
         checkpoints.save_model(pretrained.load_policy("tiny", TOKENIZER, seed=seed), TOKENIZER, tmp_path / name)
@@ -66,7 +66,7 @@ def copied(name):
 
 
 def other_weights(name):
-    """As many bytes, and the time of before."""
+    """Other weights, with the same size and modification time."""
     path = Path(name, "model.safetensors")
     content, times = bytearray(path.read_bytes()), path.stat()
     content[-1] ^= 1
@@ -118,7 +118,7 @@ CASES = {  # what happens between: (options of the run, change, options of the r
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_of_what_has_changed_a_line_is_printed_or_the_run_is_refused(world, case):
+def test_changed_inputs_are_printed_or_refused(world, case):
     options, change, resuming, said = CASES[case]
     before = begun(**options)
     change and change()

@@ -60,7 +60,7 @@ def test_fresh_adapters_change_neither_log_probabilities_nor_greedy_tokens():
     assert torch.equal(first.response_tokens, second.response_tokens)
 
 
-def test_a_frozen_base_has_the_bits_of_a_separate_copy_and_leaves_the_policy_as_it_is():
+def test_a_frozen_base_equals_a_separate_copy_and_leaves_the_policy_unchanged():
     model = learnt()
     base = lora.FrozenBase(model)
     with_adapters = logprobs(model)
@@ -73,7 +73,7 @@ def test_a_frozen_base_has_the_bits_of_a_separate_copy_and_leaves_the_policy_as_
     assert torch.equal(logprobs(model), with_adapters)
 
 
-def test_adapters_alone_learn_at_ten_times_the_rate():
+def test_only_adapters_learn_at_ten_times_the_rate():
     model = pretrained.load_policy("tiny", TOKENIZER, lora_rank=4)
     names = {name for name, p in model.named_parameters() if p.requires_grad}
     assert len(names) == 2 * 7 * model.config.num_hidden_layers and all("lora_" in name for name in names)
@@ -98,8 +98,8 @@ def test_a_model_without_linear_layers_is_refused():
         lora.attach(model, 4, 0)
 
 
-def test_what_has_no_adapter_is_named_with_its_share_of_the_weights(tmp_path, capsys):
-    """Experts, which are one tensor, for one. Shares by hand: 2 layers, 4 experts of 3 x 32 x 16, attention
+def test_weights_without_an_adapter_are_named_with_their_share(tmp_path, capsys):
+    """For example experts, which are one tensor. Shares by hand: 2 layers, 4 experts of 3 x 32 x 16, attention
     of 32 x 32 (two) and 16 x 32 (two), embedding and unembedding of a row a token."""
     tiny_families.save("Qwen3 MoE", tmp_path)
     capsys.readouterr()
@@ -119,7 +119,7 @@ def with_token(how):
     return tokenizer
 
 
-def test_an_end_token_that_no_training_made_is_refused_for_adapters_alone(tmp_path, capsys):
+def test_an_untrained_end_token_is_refused_for_adapters(tmp_path, capsys):
     for how in ("pad_token", "extra_special_tokens"):
         pretrained.load_policy("tiny", with_token(how), lora_rank=4)
         named = "1 new token(s) cannot be learnt ('<|new|>')" in capsys.readouterr().out
@@ -148,7 +148,7 @@ def rounded(tmp_path_factory):
 
 
 def in_bfloat16(monkeypatch, name, wide=False):
-    """A model as on an accelerator, whose adapters have learnt something. wide: its W in float32 all the same."""
+    """A model as on an accelerator, with trained adapters. wide: keep its W in float32."""
     monkeypatch.setattr(dist, "compute_dtype", None if wide else "bfloat16")
     model = pretrained.load_policy(str(name), TOKENIZER, lora_rank=4)
     monkeypatch.setattr(dist, "compute_dtype", "bfloat16")
@@ -157,10 +157,10 @@ def in_bfloat16(monkeypatch, name, wide=False):
     return dist.shard(model, torch.device("cpu"))
 
 
-def test_frozen_linear_weights_have_the_compute_dtype_and_what_learns_is_float32(
+def test_frozen_linear_weights_have_the_compute_dtype_and_trained_ones_float32(
     monkeypatch, tmp_path, rounded, capsys
 ):
-    """The unembedding too, unless it is the embedding: autocast does not round a table."""
+    """So has the unembedding, unless it is tied to the embedding, which autocast does not round."""
     tiny_families.build("Mistral").bfloat16().save_pretrained(tmp_path)  # not tied
     TOKENIZER.save_pretrained(tmp_path)
     for name, head in ((rounded, torch.float32), (tmp_path, torch.bfloat16)):
@@ -179,7 +179,7 @@ def test_frozen_linear_weights_have_the_compute_dtype_and_what_learns_is_float32
     assert {p.dtype for p in pretrained.load_policy(str(rounded), TOKENIZER, lora_rank=4).parameters()} == dtypes
 
 
-def test_frozen_weights_in_bfloat16_change_no_bit_of_what_is_computed_and_learnt(monkeypatch, rounded):
+def test_frozen_weights_in_bfloat16_change_no_bit_of_outputs_or_training(monkeypatch, rounded):
     """test_dist.py has the same on two ranks."""
     results = []
     for wide in (False, True):
@@ -195,7 +195,7 @@ def test_frozen_weights_in_bfloat16_change_no_bit_of_what_is_computed_and_learnt
     assert not torch.equal(results[0][0], results[0][1])
 
 
-def test_small_steps_add_up_in_float32_adapters_as_they_do_not_in_bfloat16(monkeypatch, rounded):
+def test_small_steps_add_up_in_float32_adapters_but_not_in_bfloat16(monkeypatch, rounded):
     """16 steps of 1e-4 from 1, AdamW's on a constant gradient: bfloat16 has no number between 0.9961 and 1."""
     moved = {}
     for variant in (torch.float32, torch.bfloat16):
@@ -210,7 +210,7 @@ def test_small_steps_add_up_in_float32_adapters_as_they_do_not_in_bfloat16(monke
     assert moved[torch.float32] == pytest.approx(16e-4, rel=1e-3) and moved[torch.bfloat16] == 0
 
 
-def test_the_export_adds_adapters_in_float32_and_leaves_the_model_as_it_is(monkeypatch, tmp_path, rounded):
+def test_the_export_adds_adapters_in_float32_and_does_not_change_the_model(monkeypatch, tmp_path, rounded):
     model = in_bfloat16(monkeypatch, rounded)
     base = lora.FrozenBase(model)
     before = logprobs(model), logprobs(base)
@@ -245,7 +245,7 @@ def test_a_half_precision_model_packs_and_shares_prompts_unless_positions_are_dr
 
 
 def test_a_model_that_holds_merged_adapters_keeps_its_float32_weights(monkeypatch, tmp_path, rounded):
-    """Else what an iteration of DPO added would be rounded away where it is less than half a unit of bfloat16."""
+    """Otherwise an iteration of DPO's changes below half a unit of bfloat16 would be rounded away."""
     model = in_bfloat16(monkeypatch, rounded)
     checkpoints.save_model(model, TOKENIZER, tmp_path / "1")
     assert {p.dtype for p in in_bfloat16(monkeypatch, tmp_path / "1").parameters()} == {torch.float32}

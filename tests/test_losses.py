@@ -94,7 +94,7 @@ def test_sft_loss_differs_from_its_wrong_variants(wrong, value):
     assert abs(value - 2.0) > 0.2
 
 
-def test_sft_loss_pushes_up_kept_tokens_alone_even_beside_nan():
+def test_sft_loss_raises_only_kept_tokens_even_next_to_nan():
     values = logprobs().detach()
     values[~ACTIONS] = NAN
     values.requires_grad_()
@@ -115,7 +115,7 @@ def thirds(*multiples):
 
 
 def test_bradley_terry_by_hand():
-    """Differences log 3, 0, -log 3: probabilities 3/4, 1/2, 1/4; one right, one tie, one wrong."""
+    """Differences log 3, 0, -log 3: probabilities 3/4, 1/2, 1/4; one correct, one tie, one wrong."""
     loss, parts = losses.bradley_terry_loss(thirds(2, 1, -2), thirds(1, 1, -1))
     assert loss.item() == pytest.approx(-(LOG(3 / 4) + LOG(1 / 2) + LOG(1 / 4)) / 3)
     assert parts["loss_sum"].item() == pytest.approx(3 * loss.item())
@@ -134,9 +134,9 @@ def test_bradley_terry_gradient_is_the_probability_of_being_wrong():
     torch.testing.assert_close(rejected.grad, -expected)
 
 
-def test_margin_is_taken_off_the_difference_in_the_loss_and_not_in_the_accuracy():
-    """Differences log 3, 0, -log 3 less a margin of log 3: 1/2, 1/4, 1/10. Added: 9/10, 3/4, 1/2;
-    in the accuracy the first pair would be a tie."""
+def test_the_margin_counts_in_the_loss_but_not_in_the_accuracy():
+    """Differences log 3, 0, -log 3 minus a margin of log 3: 1/2, 1/4, 1/10. Added instead: 9/10, 3/4, 1/2.
+    If the margin counted in the accuracy, the first pair would be a tie."""
     args = (thirds(1, 0, -1), thirds(0, 0, 0))
     loss, parts = losses.bradley_terry_loss(*args, margin=thirds(1, 1, 1).detach())
     assert loss.item() == pytest.approx(LOG(2 * 4 * 10) / 3)
@@ -171,7 +171,7 @@ def test_soft_labels_by_hand(preference, expected, correct):
     assert (abs(argmax - expected) > 0.1) == (0 < preference < 1)
 
 
-def test_soft_label_is_where_the_gradient_vanishes():
+def test_the_gradient_vanishes_at_the_soft_label():
     chosen = thirds(1)
     losses.bradley_terry_loss(chosen, thirds(0), preference=torch.tensor([0.75]).double())[0].backward()
     assert chosen.grad.item() == pytest.approx(0, abs=1e-12)
@@ -180,7 +180,7 @@ def test_soft_label_is_where_the_gradient_vanishes():
     assert hard.grad.item() == pytest.approx(-0.25)
 
 
-def test_margin_with_a_soft_label_asks_more_of_the_side_that_a_term_prefers():
+def test_margin_with_a_soft_label_applies_to_both_orders():
     """Difference and margin log 3, p = 1/4: log sigmoid(0) and log sigmoid(-2 log 3). With sigmoid(-Delta),
     Delta = 0, in the second term it would be log 2."""
     label = torch.tensor([0.25], dtype=torch.float64)
@@ -255,7 +255,7 @@ def test_ranking_margin_is_read_at_better_then_worse():
     assert loss.item() == pytest.approx(LOG(2)) and parts["n_correct"] == 1
 
 
-def test_a_prompt_is_one_element_however_many_pairs_it_has():
+def test_a_prompt_counts_once_whatever_its_number_of_pairs():
     """Three equal scores (3 pairs of log 2) and a pair of difference log 3: the mean over prompts weighs them
     equally, a mean over the 4 pairs does not."""
     prompts = (thirds(0, 0, 0), torch.tensor([0, 1, 2])), (thirds(1, 0), torch.tensor([0, 1]))
@@ -268,7 +268,7 @@ def test_a_prompt_is_one_element_however_many_pairs_it_has():
 
 
 @pytest.mark.parametrize("ranks", [[1, 1, 1], [0]])
-def test_ranking_without_a_better_one_is_an_error(ranks):
+def test_a_ranking_with_only_ties_is_an_error(ranks):
     with pytest.raises(ValueError, match="no response is better"):
         losses.ranking_loss(torch.zeros(len(ranks)), torch.tensor(ranks))
 
@@ -329,7 +329,7 @@ def test_expected_reward_without_weight_is_refused(n_policies):
 
 
 @pytest.mark.parametrize("n_policies, weight", [(3, 1 / 3), (4, 1 / 2), (20, 0.9), (2.002, 0.002 / 2.002)])
-def test_weight_of_the_expected_reward_vanishes_as_n_comes_down_to_k(n_policies, weight):
+def test_the_expected_rewards_weight_vanishes_as_n_approaches_k(n_policies, weight):
     _, e, a = eq8(ratios=torch.tensor(RHO), n_policies=n_policies)
     a.sum().backward()
     assert e.grad.tolist() == pytest.approx([-weight, -weight], rel=1e-4)
@@ -369,7 +369,7 @@ def test_advantage_model_loss_differs_from_its_wrong_variants(wrong):
     assert abs(loss.item() - LOG(wrong)) > 0.06
 
 
-def test_bound_is_two_and_a_half_or_a_pairs_own():
+def test_the_bound_defaults_to_2_5_or_is_one_per_pair():
     default, _ = losses.advantage_model_loss(thirds(0), thirds(0))
     assert default.item() == pytest.approx(LOG(2) + 2 * LOG(1 + math.exp(-2.5)))
     each, _ = losses.advantage_model_loss(thirds(0, 0), thirds(0, 0), bound=thirds(1, 2).detach())
@@ -426,7 +426,7 @@ def test_without_other_policies_a_constant_in_reward_and_expectation_cancels():
 DEVIATION = math.sqrt(26 / 3)
 
 
-def test_whiten_takes_the_mean_away_and_divides_by_the_population_deviation():
+def test_whiten_subtracts_the_mean_and_divides_by_the_population_deviation():
     got = losses.whiten(X, MASK)
     want = torch.tensor([[-3 / DEVIATION, -1 / DEVIATION, 0], [4 / DEVIATION, 0, 0]])
     torch.testing.assert_close(got, want)
@@ -462,7 +462,7 @@ def test_the_default_kl_estimate_is_k1():
     assert torch.equal(losses.kl_estimate(OURS, THEIRS), losses.kl_estimate(OURS, THEIRS, "k1"))
 
 
-def test_k1_and_k3_have_the_true_kl_as_their_mean_and_k2_has_not():
+def test_the_means_of_k1_and_k3_are_the_true_kl_and_that_of_k2_is_not():
     """p = (1/2, 1/4, 1/4), q = (1/8, 1/8, 3/4): KL = 1/2 log 4 + 1/4 log 2 + 1/4 log 1/3."""
     p, q = torch.tensor([1 / 2, 1 / 4, 1 / 4]), torch.tensor([1 / 8, 1 / 8, 3 / 4])
     mean = lambda kind: (p * losses.kl_estimate(p.log(), q.log(), kind)).sum().item()
@@ -472,7 +472,7 @@ def test_k1_and_k3_have_the_true_kl_as_their_mean_and_k2_has_not():
     assert backwards == pytest.approx(-true)  # the sign matters
 
 
-def test_k3_and_k2_are_never_negative_and_k1_stays_as_large_as_it_is():
+def test_k2_and_k3_are_never_negative_and_k1_is_not_clamped():
     d = torch.linspace(-30, 30, 601, dtype=torch.float64)
     zero = torch.zeros_like(d)
     assert (losses.kl_estimate(d, zero, "k3") >= 0).all() and (losses.kl_estimate(d, zero, "k2") >= 0).all()
@@ -481,7 +481,7 @@ def test_k3_and_k2_are_never_negative_and_k1_stays_as_large_as_it_is():
     assert small == pytest.approx(5e-9, rel=0.1)  # d^2 / 2; exp(-d) - 1 + d in fp32 has lost it
 
 
-def test_kl_estimate_refuses_another_kind():
+def test_kl_estimate_refuses_an_unknown_kind():
     with pytest.raises(ValueError, match="'k4' is not k1, k2 or k3"):
         losses.kl_estimate(OURS, THEIRS, "k4")
 
@@ -493,14 +493,14 @@ def gated(safety, tagged, **options):
     return losses.safety_gated_score(safety, helpful, torch.tensor(tagged), **options).tolist()
 
 
-def test_the_safety_score_counts_for_tagged_prompts_and_for_what_is_probably_unsafe():
+def test_the_safety_score_counts_for_tagged_prompts_and_probably_unsafe_responses():
     """log(0.15 / 0.85) = -1.7346: sigmoid(-1.74) = 0.1493 is below 0.15, sigmoid(-1.73) = 0.1506 is not."""
     assert gated([-1.74, -1.73, 3.0, 0.1], [False] * 4) == [pytest.approx(-1.74), 11, 12, 13]
     assert gated([-1.74, -1.73, 3.0, 0.1], [True] * 4) == pytest.approx([-1.74, -1.73, 3.0, 0.1])
     # the variant that compares the logit itself with 0.15 would take 0.1 as unsafe: it does not
 
 
-def test_a_response_right_at_the_threshold_is_safe_enough():
+def test_a_response_exactly_at_the_threshold_is_safe():
     assert gated([0.0, -1e-3], [False] * 2, threshold=0.5) == [10, pytest.approx(-1e-3)]
 
 
@@ -523,7 +523,7 @@ def of_gae(gamma, lam, outside=0.0):
 
 
 @pytest.mark.parametrize("outside", [0.0, NAN, 1e30, -1e30, math.inf])
-def test_gae_by_hand_whatever_stands_outside_the_response(outside):
+def test_gae_by_hand_with_any_values_outside_the_response(outside):
     advantages, returns = of_gae(0.9, 0.5, outside)
     assert advantages[0] == pytest.approx([1.1525, -0.55, 3.0]) and advantages[1] == [3.0]
     assert returns[0] == pytest.approx([1.6525, 0.45, 2.0]) and returns[1] == [2.0]  # advantages + values
@@ -568,7 +568,7 @@ def test_gae_is_the_sum_of_its_definition(gamma, lam):
         assert returns[row, start:end].tolist() == pytest.approx([a + b for a, b in zip(want, v)])
 
 
-def test_gae_passes_no_gradient_and_leaves_its_inputs_alone():
+def test_gae_passes_no_gradient_and_does_not_change_its_inputs():
     rewards, values, mask = (
         torch.ones(2, 3),
         torch.ones(2, 3, requires_grad=True),
@@ -613,7 +613,7 @@ def test_group_advantages_differ_from_their_wrong_variants(wrong):
     assert (losses.group_advantages(GROUPS, 3) - wrong).abs().max() > 0.1
 
 
-def test_group_advantages_pass_no_gradient_and_want_whole_groups_of_two_or_more():
+def test_group_advantages_pass_no_gradient_and_need_whole_groups_of_two_or_more():
     assert not losses.group_advantages(GROUPS.clone().requires_grad_(), 2).requires_grad
     for rewards, n in ((GROUPS, 4), (GROUPS, 1), (GROUPS.view(2, 3), 3)):
         with pytest.raises(ValueError, match="group_advantages"):
@@ -630,7 +630,7 @@ def of_importance(cap, outside=0.0):
 
 
 @pytest.mark.parametrize("outside", [0.0, 7.0, NAN])
-def test_importance_weights_by_hand_whatever_stands_outside_the_mask(outside):
+def test_importance_weights_by_hand_with_any_values_outside_the_mask(outside):
     assert of_importance(2.0, outside) == pytest.approx([1, 0.5, 1, 2, 1])  # 0.9 / 0.3 = 3, capped
     assert of_importance(100.0, outside) == pytest.approx([1, 0.5, 1, 3, 1])
 
@@ -660,7 +660,7 @@ ADVANTAGES = [1.0, 2.0, 3.0, -1.0, -2.0, -3.0]
 
 
 def of_ppo(old=-1.0, outside=None, **options):
-    """(loss, metrics, gradient) of the six tokens, as two rows, and beside each `outside`."""
+    """(loss, metrics, gradient) of the six tokens in two rows, with `outside` before and after each."""
     pad = [] if outside is None else [outside] * 2
     shape = lambda x: torch.tensor([[*x[:3], *pad], [*x[3:], *pad]])
     logprobs = shape([math.log(x) + old for x in RATIOS]).requires_grad_()
@@ -672,7 +672,7 @@ def of_ppo(old=-1.0, outside=None, **options):
 
 
 @pytest.mark.parametrize("outside", [None, NAN, math.inf, 1e30])
-def test_ppo_policy_loss_and_its_figures_by_hand_whatever_stands_outside_the_mask(outside):
+def test_ppo_policy_loss_and_metrics_by_hand_with_any_values_outside_the_mask(outside):
     loss, parts, gradient = of_ppo(outside=outside)
     assert loss == pytest.approx(1 / 3)
     figures = {key: value.item() for key, value in parts.items()}
@@ -715,7 +715,7 @@ def test_the_first_step_has_ratio_1_no_kl_and_the_policy_gradient():
     assert parts["ratio_max"] == 1 and parts["approx_kl_sum"] == 0 and parts["n_clipped"] == 0
 
 
-def test_another_clip_ratio_clips_elsewhere():
+def test_the_clip_ratio_sets_where_ratios_are_clipped():
     loss, parts, _ = of_ppo(clip_ratio=0.05)  # 1.05, 2.1 and -1.9 in place of 1.1, 2.4 and -1.6; -0.95 too
     assert loss == pytest.approx(-(1.05 + 2.1 + 1.5 - 0.95 - 1.9 - 4.5) / 6) and parts["n_clipped"] == 4
 
@@ -737,7 +737,7 @@ def of_value(outside=None, old=1.0, **options):
 
 
 @pytest.mark.parametrize("outside", [None, NAN, 1e30])
-def test_ppo_value_loss_and_its_figures_by_hand_whatever_stands_outside_the_mask(outside):
+def test_ppo_value_loss_and_metrics_by_hand_with_any_values_outside_the_mask(outside):
     loss, parts, gradient = of_value(outside)
     assert loss == pytest.approx(0.815)
     figures = {key: value.item() for key, value in parts.items()}
@@ -772,7 +772,7 @@ def test_values_are_clipped_around_the_old_ones():
 
 
 # -- length_penalty ----------------------------------------------------------------------
-def test_length_penalty_takes_off_a_coefficient_for_each_character():
+def test_length_penalty_subtracts_a_coefficient_per_character():
     """2 - 0.01 * 100, 1 - 0.01 * 0, -1 - 0.01 * 50."""
     scores, characters = torch.tensor([2.0, 1.0, -1.0]), torch.tensor([100, 0, 50])
     got = losses.length_penalty(scores, characters, 0.01)
@@ -797,7 +797,7 @@ def dpo(rows=slice(None), beta=0.5, inputs=None, **options):
 
 
 def test_dpo_by_hand():
-    """P is 3/4, 1/2 and 1/10; one right, one tie, one wrong; implicit rewards 1, -1/2, -1 and 0, -1/2, 1."""
+    """P is 3/4, 1/2 and 1/10; one correct, one tie, one wrong; implicit rewards 1, -1/2, -1 and 0, -1/2, 1."""
     loss, parts = dpo()
     assert loss.item() == pytest.approx(-(LOG(3 / 4) + LOG(1 / 2) + LOG(1 / 10)) / 3)
     assert parts["loss_sum"].item() == pytest.approx(3 * loss.item())
@@ -834,7 +834,7 @@ def test_dpo_differs_from_its_wrong_variants(wrong, multiples):
 M, N = torch.tensor([2.0, 1, 1]), torch.tensor([1.0, 1, 2])
 
 
-def test_beta_stands_inside_the_sigmoid():
+def test_beta_is_inside_the_sigmoid():
     """Outside, 1/2 times the loss of 2, 0, -4, which is 0.5 (log 10/9 + log 2 + log 82) / 3."""
     outside = 0.5 * dpo(beta=1.0)[0].item()
     assert outside == pytest.approx(0.5 * (LOG(10 / 9) + LOG(2) + LOG(82)) / 3)
@@ -843,7 +843,7 @@ def test_beta_stands_inside_the_sigmoid():
 
 @pytest.mark.parametrize("beta", [0.01, 0.1, 5.0])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.3}, {"preference": torch.tensor([0.2, 1.0])}])
-def test_the_first_loss_of_dpo_is_log_2_and_every_pair_a_tie(beta, options):
+def test_the_first_loss_of_dpo_is_log_2_and_every_pair_ties(beta, options):
     chosen, rejected = (torch.randn(2, generator=torch.Generator().manual_seed(i)) * 90 for i in (0, 1))
     loss, parts = losses.dpo_loss(chosen, rejected, chosen, rejected, beta, **options)
     assert loss.item() == pytest.approx(LOG2, abs=1e-6) and parts["n_correct"] == 1
@@ -989,7 +989,7 @@ of_losses = pytest.mark.parametrize("loss, inputs, count", LOSSES, ids=[x[0].__n
 
 
 def summed(loss, inputs, cuts, **count):
-    """Of micro-batches of these rows: the sums of their losses and of their figures, and the gradients."""
+    """The sums of losses and metrics over micro-batches of these rows, and the gradients."""
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     found = [loss(*(x[rows] for x in leaves), **count) for rows in cuts]
     total = sum(value for value, _ in found)
@@ -1020,7 +1020,7 @@ def test_nothing_to_learn_is_an_error_unless_other_micro_batches_have_some(loss,
 
 
 @pytest.mark.parametrize("loss", [losses.ppo_policy_loss, losses.ppo_value_loss])
-def test_ppo_losses_pass_gradients_to_the_first_input_alone(loss):
+def test_ppo_losses_pass_gradients_only_to_their_first_input(loss):
     first, *others = summed(loss, [*TOKENS, ACTED], [slice(4)])[2]
     assert first.any() and others == [None] * 3
 

@@ -21,7 +21,7 @@ NEW = itertools.count()
 
 
 def row(*scores, ranks=None, source="s", category="c", prompt=None, **columns):
-    """A row of these scores, best first, to a prompt of its own; columns: one value a response."""
+    """A row with these scores, best first, and its own prompt; columns: one value per response."""
     prompt = [{"role": "user", "content": str(next(NEW))}] if prompt is None else prompt
     ranks = range(len(scores)) if ranks is None else ranks
     responses = [{"text": "t", "tokens": 1, "rank": r, "score": s} for s, r in zip(scores, ranks)]
@@ -49,7 +49,7 @@ def pair(difference, **more):
         ("eval/nll", "eval/nll_change", [3.0] * 9, [9.0] * 9, ""),  # so few are no evidence
     ],
 )
-def test_a_held_out_figure_that_ended_worse_is_said_if_its_paired_interval_says_so(
+def test_a_worse_held_out_metric_is_reported_if_its_paired_interval_excludes_0(
     key, change, before, after, words, capsys
 ):
     mean = statistics.fmean
@@ -76,7 +76,7 @@ def test_a_model_that_sees_two_responses_gives_differences_in_the_order_of_the_p
     assert measures.pair_metrics([seen], n_bootstrap=5)["accuracy"] == pytest.approx(2 / 3)
 
 
-def test_differences_count_the_pairs_that_labels_of_preferences_count():
+def test_differences_are_of_the_pairs_that_the_labels_count():
     """pairs_of and preferences.labelled_pairs must walk the pairs in one order: pairwise differences depend
     on it."""
 
@@ -102,8 +102,8 @@ def test_accuracy_of_nothing():
 
 
 # -- figures -------------------------------------------------------------------------------------
-def test_figures_by_hand():
-    """Differences log 3 four times, three of them right, and -2 log 3 once: confidences 3/4 (bin 5 of 10 in
+def test_pair_metrics_by_hand():
+    """Differences log 3 four times, three of them correct, and -2 log 3 once: confidences 3/4 (bin 5 of 10 in
     [0.5, 1]) and 9/10 (bin 8). In bin 5 accuracy is 3/4: no gap. In bin 8 it is 0 against 9/10."""
     figures = measures.pair_metrics([pair(LOG3)] * 3 + [pair(-LOG3), pair(-2 * LOG3)], n_bootstrap=20)
     assert figures["pairs"] == 5 and figures["accuracy"] == pytest.approx(3 / 5)
@@ -116,7 +116,7 @@ def test_figures_by_hand():
         assert abs(figures["ece"] - wrong) > 0.05
 
 
-def test_a_scorer_that_says_what_soft_labels_say_is_calibrated():
+def test_a_scorer_that_matches_soft_labels_is_calibrated():
     """By hand for p = 0.8: NLL -0.8 log 0.8 - 0.2 log 0.2, Brier 0.8 * 0.2."""
     sides = [{"rank": 0, "score": math.log(4), "tokens": 1}, {"rank": 1, "score": 0.0, "tokens": 1}]
     rows = [{"prompt": str(i), "preference": 0.8, "responses": sides} for i in range(20)]
@@ -164,7 +164,7 @@ def test_ece_equals_a_bin_by_bin_reference(n_bins):
 
 
 @pytest.mark.parametrize("n, floor, slack", [(300, 0.06, 0.004), (500, 0.046, 0.003), (4000, 0.0165, 0.001)])
-def test_floor_is_what_sampling_alone_gives(n, floor, slack):
+def test_the_floor_is_the_ece_from_sampling_only(n, floor, slack):
     """Of a perfectly calibrated model: about 0.046 at n = 500, elsewhere by 1 / sqrt(n): 0.059 at 300, 0.0163
     at 4,000."""
     differences = calibrated(n, 0)
@@ -179,7 +179,7 @@ def test_floor_is_what_sampling_alone_gives(n, floor, slack):
     assert abs(figures["ece_floor"] - statistics.mean(found)) < 4 * error
 
 
-def test_the_floor_knows_nothing_of_the_labels():
+def test_the_floor_does_not_depend_on_the_labels():
     right, wrong = ([pair(s * abs(d)) for d in calibrated(300, 0)] for s in (1, -1))
     floors = [measures.pair_metrics(rows, n_bootstrap=5)["ece_floor"] for rows in (right, wrong)]
     assert floors[0] == floors[1]
@@ -198,8 +198,8 @@ def test_interval_holds_the_estimate_and_shrinks_with_the_number_of_pairs():
 
 
 def test_interval_is_a_bootstrap_over_rows():
-    """A row's pairs hang together: 100 rankings of 4 whose 6 pairs all say the same have the interval of 100
-    rows, wider than that of 600 pairs by about the root of 6."""
+    """The pairs of a row are correlated: 100 rankings of 4 whose 6 pairs all agree have the interval of 100 rows,
+    wider than that of 600 pairs by about the root of 6."""
     rng = random.Random(3)
     signs = [1 if rng.random() < 0.7 else -1 for _ in range(100)]
     scores = [[s * 1e-3 * (3 - i) for i in range(4)] for s in signs]
@@ -216,9 +216,9 @@ def test_interval_is_a_bootstrap_over_rows():
 
 
 def test_the_interval_of_an_accuracy_has_the_spread_of_samples_of_prompts():
-    """Of 100 rankings of 4, each with a 60 % of its own of pairs as labelled: 6 pairs that are all alike in half
-    of the rankings and drawn alone in the others. The interval's width is that of 300 samples' accuracies, not
-    that of 100 pairs, nor that of 600."""
+    """100 rankings of 4 with 60 % of their pairs as labelled: in half of the rankings the 6 pairs all agree, in the
+    others they are drawn independently. The interval is as wide as the spread of 300 samples' accuracies, not as
+    that of 100 pairs or of 600."""
     rng = random.Random(4)
 
     def sample():
@@ -240,7 +240,7 @@ def test_the_interval_of_an_accuracy_has_the_spread_of_samples_of_prompts():
 
 @pytest.mark.parametrize("n", [1, 3, 10, 22.5, 1000])
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_the_interval_of_a_share_of_nothing_or_everything_prints_no_minus(share, n):
+def test_the_interval_of_a_share_of_0_or_1_prints_no_minus(share, n):
     figures = {"x": share, **dict(zip(("x_low", "x_high"), measures.wilson(share, n)))}
     assert 0 <= figures["x_low"] < figures["x_high"] <= 1
     assert "-" not in measures.interval(figures, "x", ".0%")
@@ -253,7 +253,7 @@ def strict(text):
     return json.loads(text, parse_constant=refuse)
 
 
-def test_numbers_that_json_does_not_have_are_in_no_file(tmp_path):
+def test_nan_and_infinity_are_written_to_no_json_file(tmp_path):
     figures = {"a": math.nan, "b": math.inf, "c": numpy.float64("-inf"), "d": 1.5, "é NaN": "Infinity"}
     logs.Metrics(tmp_path).log(3, 1, **figures)
     row = strict((tmp_path / "metrics.jsonl").read_text())
@@ -268,7 +268,7 @@ def test_numbers_that_json_does_not_have_are_in_no_file(tmp_path):
 
 
 
-def test_pairs_of_a_prompt_in_rows_of_their_own_hang_together_all_the_same():
+def test_pairs_of_one_prompt_in_separate_rows_are_still_one_cluster():
     rng, rankings, pairs = random.Random(5), [], []
     for _ in range(40):
         sign = 1 if rng.random() < 0.7 else -1
@@ -317,7 +317,7 @@ def test_reward_benchs_sections_weight_subsets_by_their_pairs_and_math_as_all_co
 @pytest.mark.parametrize(
     "missing, section", [("hep-js", "Reasoning"), ("math-prm", "Reasoning"), ("donotanswer", "Safety")]
 )
-def test_without_one_of_its_subsets_a_section_of_reward_bench_and_the_score_are_left_out(missing, section):
+def test_a_reward_bench_section_with_a_missing_subset_is_left_out(missing, section):
     rows = [row for row in rows_of_subsets() if row["category"] != missing]
     whole = ["Chat", "Chat Hard", "Safety", "Reasoning"]
     assert measures.reward_bench(rows) == {name: 1.0 for name in whole if name != section}
@@ -356,7 +356,7 @@ def test_reward_bench_2s_rule_for_ties_by_hand(rows, score):
     assert measures.ties_score([ties_row(*row) for row in rows]) == pytest.approx(score)
 
 
-def test_ties_of_other_rows_and_of_a_scorer_that_compares_have_no_score():
+def test_the_ties_score_needs_reward_bench_2_rows_and_a_scorer_of_single_responses():
     tied, ref = ties_row("tied:1", [4, 5], [1]), ties_row("ref:1", [3], [1])
     compares = {**tied, "responses": [{"rank": 0}, {"rank": 1}], "differences": [1.0]}
     nameless = {"responses": tied["responses"]}
@@ -365,8 +365,8 @@ def test_ties_of_other_rows_and_of_a_scorer_that_compares_have_no_score():
 
 
 @pytest.mark.parametrize("compares", [False, True])
-def test_best_of_n_counts_prompts_whose_best_score_is_a_chosen_ones_and_of_ties_their_share(compares):
-    """1.75 of four prompts; pairs are not counted. Ties as half a win would give 2 of them, as wins 3."""
+def test_best_of_n_counts_rows_whose_best_score_is_correct_and_shares_of_ties(compares):
+    """1.75 of four prompts; pairs do not count. With ties as half a win it would be 2, as wins 3."""
     rows = [row(*scores, ranks=[0, 1, 1, 1]) for scores, _ in BEST_OF_FOUR]
     if compares:
         for one in rows:
@@ -390,11 +390,11 @@ def test_best_of_n_counts_prompts_whose_best_score_is_a_chosen_ones_and_of_ties_
         ((1, 2, 3), [0.0, 0.5, 1.2], 0),
     ],
 )
-def test_chosen_is_what_no_other_response_is_labelled_better_than(scores, ranks, share):
+def test_a_response_is_chosen_if_no_other_is_labelled_better(scores, ranks, share):
     assert measures.best_of_n_accuracy([row(*scores, ranks=ranks)])["best_of_n_accuracy"] == share
 
 
-def test_a_scorer_that_compares_in_a_circle_has_its_best_where_the_worst_pair_is_least_bad():
+def test_with_circular_preferences_the_best_response_is_the_one_whose_worst_pair_is_best():
     """a over b by 1, b over c by 2, c over a by 3: the worst pairs are -3, -1 and -2, so b is best."""
     circle = row(0, 0, 0)
     circle["differences"] = [1.0, -3.0, 2.0]  # of a and b, a and c, b and c
@@ -407,7 +407,7 @@ def test_a_scorer_that_compares_in_a_circle_has_its_best_where_the_worst_pair_is
 
 
 def test_known_metrics_by_hand():
-    """Utilities call 2 of 3 pairs as labelled and tie in one: 2.5 / 3 with the pairs' labels. The third response
+    """Utilities agree with the labels of 2 of 3 pairs and tie in one: 2.5 / 3. The third response
     is the longest: lengths tie in one pair and are wrong in two."""
     more = {"gold": [1.0, 0.0, 0.5], "utility": [2.0, 1.0, 1.0], "tokens": [2, 2, 3]}
     figures = measures.known_metrics([row(3.0, 1.0, 2.0, **more)])
@@ -439,7 +439,7 @@ PROMPT = "The old cat sat on the mat, and the dog sat on it."
         ("the, cat on sat", 0.0),
     ],
 )
-def test_copying_is_the_share_of_3_grams_that_stand_in_the_prompt(response, share):
+def test_copying_is_the_share_of_3_grams_found_in_the_prompt(response, share):
     assert texts.copied(response, PROMPT) == pytest.approx(share)
 
 
@@ -474,9 +474,9 @@ def test_rouge_l_takes_the_longest_of_all_common_subsequences():
 
 
 def test_copying_and_rouge_l_as_scores_by_hand():
-    """Copying prefers the better response in two rows and ties in the third. ROUGE-L counts in the second row alone,
-    where it prefers the worse one, with 3/4 to 1/2: in the first the better one is the reference, in the third there
-    is none."""
+    """Copying prefers the better response in two rows and ties in the third. ROUGE-L counts only in the
+    second row, where it prefers the worse one, with 3/4 to 1/2: in the first row the better one is the reference,
+    and the third row has no reference."""
 
     def of_texts(*responses, reference):
         made = row(0.0, 0.0, prompt=[{"role": "user", "content": PROMPT}], text=responses)
@@ -510,7 +510,7 @@ def test_copying_and_rouge_l_as_scores_by_hand():
         ("", "", None),
     ],
 )
-def test_an_edit_swaps_two_names_else_numbers_else_long_words(text, prompt, copy):
+def test_an_edit_prefers_names_to_numbers_to_long_words(text, prompt, copy):
     assert texts.swapped(text, prompt) == copy
 
 
@@ -595,8 +595,8 @@ def test_win_tie_and_lose_by_hand():
 
 
 @pytest.mark.parametrize("unit", [1.0, 1e-3])
-def test_the_margin_of_ties_is_in_units_of_the_references_deviation(unit):
-    """0.1 of a deviation of 1: 0.11 wins, 0.09 ties. Of scores that are all the same it is 0."""
+def test_the_tie_margin_is_in_units_of_the_references_deviation(unit):
+    """0.1 of a deviation of 1: 0.11 wins, 0.09 ties. If all scores are equal, the margin is 0."""
     scores = [(0.0, 0.11), (1.0, 1.09), (2.0, 2.11), (0.5, 0.59), (-1.0, -0.89)]
     before = [{"score": unit * x, "gold": 3.0} for x, _ in scores]
     after = [{"score": unit * x, "gold": 3.001} for _, x in scores]

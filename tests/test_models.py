@@ -108,7 +108,7 @@ def test_logprobs_and_entropy_equal_those_of_the_full_logits(
 
 @pytest.mark.parametrize("device, sizes", [("cpu", [16, 16, 16, 2]), ("meta", [50])])
 def test_chunks_are_larger_on_an_accelerator(device, sizes, monkeypatch):
-    """meta stands for one: the gradient of the unembedding is summed over chunks in bf16 there."""
+    """The meta device plays the accelerator, where the unembedding's gradient is summed over chunks in bf16."""
     weight, seen = types.SimpleNamespace(device=torch.device(device), shape=(2**20, 4)), []
     model = types.SimpleNamespace(get_output_embeddings=lambda: types.SimpleNamespace(weight=weight))
     count = lambda head, hidden, *rest: seen.append(len(hidden)) or (hidden, hidden)
@@ -149,7 +149,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_only_kept_positions_meet_the_unembedding_and_in_chunks(rows, monkeypatch):
+def test_only_kept_positions_are_unembedded_and_in_chunks(rows, monkeypatch):
     model, (input_ids, mask) = small("llama"), rows
     input_ids, mask = input_ids.repeat(16, 1), mask.repeat(16, 1)  # 64 rows
     monkeypatch.setattr(models, "LOGITS_IN_MEMORY", 40 * V)
@@ -195,7 +195,7 @@ def see_everything(forward):  # with a mask of its own transformers does not loo
 
 @pytest.mark.parametrize("leak", [None, drop_positions, see_everything])
 @pytest.mark.parametrize("kind", ["policy", "scorer"])
-def test_packs_is_true_where_documents_are_apart_and_says_where_they_leak(leak, kind, capsys):
+def test_packs_detects_documents_that_see_each_other(leak, kind, capsys):
     words = tiny.tokenizer()
     model = pretrained.load_policy("tiny", words) if kind == "policy" else pretrained.load_scorer("tiny", words, 1)
     if leak:
@@ -211,8 +211,8 @@ def saved(path, config, seed=0):
     return str(path)
 
 
-def test_packs_takes_the_rounding_of_experts_for_no_leak(tmp_path):
-    """An expert multiplies the tokens of both documents at once, in as many rows as there are."""
+def test_packs_tolerates_the_rounding_of_experts(tmp_path):
+    """An expert multiplies the tokens of both documents in one product, so its number of rows differs."""
     wide = {**SMALL, "hidden_size": 128, "head_dim": 32, "num_hidden_layers": 4}
     config = Qwen3MoeConfig(**wide, moe_intermediate_size=96, num_experts=16, num_experts_per_tok=4)
     policy = pretrained.load_policy(saved(tmp_path, config, seed=4), Words(V))
@@ -290,7 +290,7 @@ def test_a_model_that_needs_code_of_its_own_is_refused_in_one_line(tmp_path):
             load(str(tmp_path))
 
 
-def test_a_row_of_a_longrope_model_is_no_longer_than_the_rope_holds(tmp_path):
+def test_a_row_of_a_longrope_model_stays_within_its_original_length(tmp_path):
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
     config = Phi3Config(**SMALL, original_max_position_embeddings=32, rope_parameters=rope)
     name = saved(tmp_path, config)
@@ -332,7 +332,7 @@ DROPPING = {
 
 
 @pytest.mark.parametrize("kind", DROPPING)
-def test_whatever_a_config_drops_in_training_stays(kind, rows, tmp_path):
+def test_every_kind_of_dropout_in_a_config_is_off(kind, rows, tmp_path):
     policy = pretrained.load_policy(saved(tmp_path, DROPPING[kind]), Words(V))
     drawn = [policy.token_logprobs(*rows) for _ in range(8)]  # in training
     assert policy.training and all(torch.equal(drawn[0], other) for other in drawn)
@@ -450,7 +450,7 @@ def test_new_head_has_deviation_one_over_root_of_size_plus_one(size, tmp_path):
     assert expected * (size + 1) > 5  # far from the wrong variant, 1 / (H + 1)
 
 
-def test_new_head_is_a_function_of_the_seed_alone(tmp_path):
+def test_a_new_head_depends_only_on_the_seed(tmp_path):
     name, heads = causal(tmp_path, "llama"), []
     for noise, seed in ((1, 0), (2, 0), (1, 5)):
         torch.manual_seed(noise)
@@ -524,7 +524,7 @@ def answers():
 
 
 def score(model, input_ids, mask):
-    """Of each row's response: the rows as scorers.py makes them."""
+    """The score of each row's response, on rows made as in scorers.py."""
     rows = [(ids[: int(own.nonzero()[0])], ids[own]) for ids, own in zip(input_ids, mask)]
     texts = [batches.Comparison([], [""], prompt, [y], torch.zeros(1), "", None) for prompt, y in rows]
     return models.scores_of(model, batches.collate_comparisons(texts, PAD_ID, share_prompt=False))
@@ -561,7 +561,7 @@ def test_score_of_a_reward_model_is_transformers_own(causal_name, answers, tmp_p
 
 @pytest.mark.parametrize("n_policies, n_others, share", [(1, 0, 1.0), (2, 1, 0.5), (4, 1, 0.75), (5, 3, 0.4)])
 @torch.no_grad()
-def test_score_of_an_advantage_model_is_a_share_of_reward_less_expectation(
+def test_the_score_of_an_advantage_model_is_a_share_of_reward_minus_expectation(
     n_policies, n_others, share, answers, tmp_path
 ):
     """(1 - K / N) (r - e): r, the first output, at the end token, e, the second one, at the prompt's last."""
@@ -580,7 +580,7 @@ def test_score_of_an_advantage_model_is_a_share_of_reward_less_expectation(
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @torch.no_grad()
-def test_head_outputs_are_fp32_where_the_body_computes_in_bf16(kind, rows, tmp_path):
+def test_head_outputs_are_fp32_if_the_body_computes_in_bf16(kind, rows, tmp_path):
     """Rounded to bf16, scores would tie: 8 bits of mantissa."""
     scorer = pretrained.load_scorer(causal(tmp_path, kind), Words(V), 1)
     where = torch.stack([torch.arange(4), torch.full((4,), 11)])
@@ -637,8 +637,8 @@ def test_logprobs_at_places_equal_those_of_the_full_logits(model, rows, places_i
     assert min((got - x).abs().max() for x in (exchanged, before, other)) > 0.5
 
 
-def test_chunks_of_places_are_computed_again_in_backward_and_a_few_are_not(rows, monkeypatch):
-    """Which changes no bit of a gradient."""
+def test_many_chunks_are_recomputed_in_backward_and_a_few_are_kept(rows, monkeypatch):
+    """Recomputing changes no bit of a gradient."""
     model, seen, grads = small("llama"), [], {}
     model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
     cases = (1, 4, 2, [1] * 7), (2, 4, 1, [2, 2, 2, 1]), (2, 0, 2, [2, 2, 2, 1]), (7, 0, 1, [7])
@@ -657,7 +657,7 @@ def test_chunks_of_places_are_computed_again_in_backward_and_a_few_are_not(rows,
     assert all(map(torch.equal, grads[1, 2], grads[2, 2])) and grads[1, 2][0].any()
 
 
-def test_no_place_at_all_still_connects_every_parameter(model, rows):
+def test_an_empty_selection_still_connects_every_parameter(model, rows):
     model.zero_grad()
     logprobs = models.logprobs_at(model, rows[0], PLACES[:, :0], TARGETS[:0])
     assert logprobs.shape == (0,) and logprobs.dtype == torch.float32
@@ -674,7 +674,7 @@ def no_mask(forward):
 @pytest.mark.parametrize("load", [pretrained.load_policy, lambda *given: pretrained.load_scorer(*given, 1)])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("leak", [None, no_mask, drop_positions])
-def test_shares_prompts_is_true_where_responses_are_apart_and_says_where_not(
+def test_shares_prompts_detects_responses_that_see_each_other(
     load, kind, leak, tmp_path, capsys
 ):
     model = load(causal(tmp_path, kind), Words(V))
@@ -693,7 +693,7 @@ def family(name, path):
 
 
 @pytest.mark.parametrize("kind", ["Mistral (window)", "Cohere 2", "Gemma 2", "gpt-oss"])
-def test_masks_without_a_window_are_seen_where_rows_pass_it(kind, tmp_path, monkeypatch):
+def test_a_missing_window_is_detected_by_rows_longer_than_it(kind, tmp_path, monkeypatch):
     policy = pretrained.load_policy(family(kind, tmp_path), tiny.tokenizer())
     masks = models._masks
     plain = types.SimpleNamespace(_attn_implementation=policy.config._attn_implementation)
@@ -704,7 +704,7 @@ def test_masks_without_a_window_are_seen_where_rows_pass_it(kind, tmp_path, monk
 @pytest.mark.parametrize("kind", ["Granite 3 MoE", "Cohere 2", "Gemma 2", "LFM2", "Llama 3"])
 @torch.no_grad()
 def test_a_scorer_of_any_family_reads_back_with_its_scores(kind, answers, tmp_path):
-    """Also by transformers, with its class, or the body and the head's weights where it has none."""
+    """Also in transformers: with its class or, if it has none, with the body and the head's weights."""
     name = family(kind, tmp_path / "lm")
     scorer = pretrained.load_scorer(name, SMALL_WORDS, 1)
     hidden = AutoModelForCausalLM.from_pretrained(name).base_model(input_ids=answers[0]).last_hidden_state
@@ -736,7 +736,7 @@ def test_the_export_of_a_multimodal_models_text_part_says_so_and_reads_back(rows
 
 
 @pytest.mark.parametrize("kind, model_type", [("BERT", "bert"), ("Granite 3 MoE", "granitemoe")])
-def test_a_model_that_does_more_to_its_logits_than_is_known_is_refused(
+def test_a_model_with_an_unknown_change_to_its_logits_is_refused(
     kind, model_type, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(models, "LOGIT_FACTORS", {})
@@ -745,7 +745,7 @@ def test_a_model_that_does_more_to_its_logits_than_is_known_is_refused(
         pretrained.load_policy(family(kind, tmp_path), tiny.tokenizer())
 
 
-def test_weights_that_are_in_no_file_are_named(tmp_path):
+def test_missing_weights_are_named(tmp_path):
     name = causal(tmp_path, "llama")
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
@@ -786,7 +786,7 @@ def test_find_model_takes_tiny_folders_finished_runs_and_hub_names(folder):
         (["notes/readme.md"], "notes", "config.json"),
     ],
 )
-def test_find_model_says_what_is_missing(files, name, says, folder):
+def test_find_model_names_the_missing_part(files, name, says, folder):
     folder(*files)
     with pytest.raises(InputError, match=says) as error:
         pretrained.find_model(name)
@@ -795,7 +795,7 @@ def test_find_model_says_what_is_missing(files, name, says, folder):
 
 # -- what a device would be waited for ---------------------------------------------------------------
 class Waits(TorchDispatchMode):
-    """Counts values that Python reads, and masks whose True ones are counted."""
+    """Count how often Python reads a value from the device, or counts the True values of a mask."""
 
     n = 0
 
@@ -842,7 +842,7 @@ MOST = {"sft": 1, "reward": 1, "advantage_model": 0, "ppo": 2, "dpo_iterative": 
 
 
 @pytest.mark.parametrize("name", MOST)
-def test_a_micro_batch_waits_for_the_device_so_often(name, monkeypatch):
+def test_how_often_a_micro_batch_waits_for_the_device(name, monkeypatch):
     script, waits, counts = importlib.import_module(name), Waits(), []
     given = one_update(name, script)
     args = given["args"]
@@ -856,8 +856,8 @@ def test_a_micro_batch_waits_for_the_device_so_often(name, monkeypatch):
     assert counts[1] - counts[0] == MOST[name] * (2 if name in ("sft", "ppo") else 1)
 
 
-def test_a_device_that_works_ahead_answers_alike_and_is_waited_for_once_a_step(model, monkeypatch):
-    """Here a CPU that is said to: finished rows run one step more."""
+def test_a_device_that_works_ahead_gives_the_same_samples_with_one_wait_per_step(model, monkeypatch):
+    """A CPU that is declared to work ahead: finished rows run one more step."""
     prompts, seen, waits, choose = [[3 + n] * n for n in (2, 9, 5, 7, 1, 12)], [], Waits(), sampler.choose
     options = {"n": 2, "max_new_tokens": 12, "stop_ids": range(3, V, 6), "pad_id": 0, "slots": 5, "seed": 1}
     want = sampler.sample(model, prompts, **options)
@@ -880,7 +880,7 @@ HALF = [*((kind, torch.bfloat16) for kind in KEPT), ("RWKV", torch.float16), ("D
 
 @pytest.mark.parametrize("kind, dtype", HALF)
 @torch.no_grad()
-def test_an_export_rounds_what_transformers_rounds_and_so_does_the_model_that_is_measured(
+def test_the_export_and_the_evaluated_model_round_like_transformers(
     kind, dtype, tmp_path, monkeypatch
 ):
     """A router's biases of 14.22 to 14.27 are all 14.25 in bfloat16, and an expert's number 257 is 256."""
@@ -935,8 +935,8 @@ def test_bytes_of_a_cached_token_by_hand(name):
 
 
 @pytest.mark.parametrize("name", ["Llama 3", "Qwen3", "GPT-2", "Gemma 2", "Gemma 4"])
-def test_the_sampler_keeps_as_many_bytes_a_token(name):
-    """Gemma 2 has windows, Gemma 4 heads of two sizes, of which the larger one is taken for all."""
+def test_the_sampler_stores_the_computed_bytes_per_token(name):
+    """Gemma 2 has windows; Gemma 4 has heads of two sizes, all counted with the larger one."""
     model, made, make = tiny_families.build(name), [], sampler.RaggedCache
     with mock.patch.object(sampler, "RaggedCache", lambda *given: made.append(make(*given)) or made[-1]):
         sampler.sample(model, [[5, 6, 7]] * 3, max_new_tokens=4, stop_ids=[], pad_id=0, slots=2)
@@ -967,7 +967,7 @@ def gpu_policy(**more):
         (68, 64, 64, "--slots 64: cache of 64 x 2,080 tokens takes 17.4 GB, 12 GB are free. Use --slots 44 or "),
     ],
 )
-def test_slots_are_those_that_fit_and_a_line_says_if_a_given_number_does_not(
+def test_slots_are_chosen_to_fit_and_a_number_that_does_not_fit_is_reported(
     free, given, slots, line, monkeypatch, capsys
 ):
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (free * 10**9, 80 * 10**9))

@@ -23,8 +23,8 @@ def test_the_notebook_has_the_page_s_text_code_and_outputs():
 
 
 def test_the_code_of_the_page_runs_on_other_runs(tmp_path, monkeypatch):
-    """On models of other weights than those whose outputs the page shows: the first ratio is 1, nothing is clipped,
-    a reward of a token is minus the coefficient times its KL but at the end, and A + V is the return."""
+    """On models with other weights than those of the page: the first ratio is 1, nothing is clipped, a token's
+    reward is minus the coefficient times its KL except at the end, and A + V is the return."""
     rows = helpers.write_rows(tmp_path / "rows.jsonl", helpers.tiny.rows("sft", "train")[:400])
     helpers.smaller_model(tmp_path / "base")
     helpers.train_small(tmp_path / "base", rows, tmp_path / "runs" / "ppo")

@@ -42,13 +42,13 @@ def labelled():
 
 
 # -- rows ------------------------------------------------------------------------------------------
-def test_a_conversation_of_several_messages_is_lines_of_roles():
+def test_a_dialogue_is_written_as_lines_with_roles():
     assert pairwise.question(PROMPT, "ant", "cat") == "[CONTEXT] copy ant [RESPONSE A] ant [RESPONSE B] cat"
     text = "[CONTEXT] user: ant\nassistant: bear\nuser: cat [RESPONSE A] x [RESPONSE B] y"
     assert pairwise.question(TALK, "x", "y") == text
 
 
-def test_every_labelled_pair_is_there_once_with_the_letter_of_the_better_one(labelled):
+def test_every_labelled_pair_occurs_once_with_the_letter_of_the_better_response(labelled):
     rows, right = pairwise.rows_of(labelled, seed=0), {}
     for c in labelled:
         for i, j in labelled_pairs(c):
@@ -124,7 +124,7 @@ def oracle_of(monkeypatch):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_letter_is_read_where_sft_has_it_learnt_whatever_the_template_writes_around_it(name, oracle_of):
+def test_the_letter_is_read_where_sft_learns_it_for_any_template(name, oracle_of):
     template, learnt = TEMPLATES[name]
     tokenizer, asked = bytes_tokenizer(template), []
     oracle = oracle_of(tokenizer, lambda text: asked.append(text) or (0.0, -20.0))
@@ -138,14 +138,14 @@ def test_the_letter_is_read_where_sft_has_it_learnt_whatever_the_template_writes
         assert document.response_mask[first:].all() and not document.response_mask[0]
 
 
-def test_where_the_tokenizer_does_not_know_the_letters_no_model_can_be_asked(oracle_of, monkeypatch):
+def test_a_tokenizer_without_the_letters_is_refused(oracle_of, monkeypatch):
     monkeypatch.setattr(tiny, "WORDS", [word for word in tiny.WORDS if word not in ("A", "B")])
     with pytest.raises(ValueError, match="no distinct tokens for A and B"):
         pairwise.letters_of(tiny.tokenizer())
 
 
-def test_log_odds_by_hand_of_a_model_that_favours_a_place(oracle_of):
-    """p(A) : p(B) is 8 : 1 when cat cat stands first and 1 : 2 when ant does, so that P(cat cat beats ant) =
+def test_log_odds_by_hand_for_a_model_with_position_bias(oracle_of):
+    """p(A) : p(B) is 8 : 1 when cat cat comes first and 1 : 2 when ant does, so that P(cat cat beats ant) =
     (8/9 + 2/3) / 2 = 7/9, odds of 3.5; the log odds of the two orders have the mean log 4."""
 
     def logprobs_of(text):

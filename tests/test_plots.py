@@ -14,7 +14,7 @@ def points_of(axes):
     return [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
 
 
-def test_metrics_are_drawn_a_panel_for_each_title_from_the_rows_that_have_them(tmp_path):
+def test_each_title_has_a_panel_drawn_from_the_rows_with_its_metrics(tmp_path):
     log = logs.Metrics(tmp_path)
     for step in (1, 2, 3):
         log.log(step, 0, **{"loss/nll": step * 10, "my/own": 1}, **({"eval/nll": 5} if step == 2 else {}))
@@ -28,7 +28,7 @@ def test_metrics_are_drawn_a_panel_for_each_title_from_the_rows_that_have_them(t
     assert (tmp_path / "x.png").exists()
 
 
-def test_the_frontier_is_drawn_from_the_rows_that_have_both_figures(tmp_path):
+def test_the_frontier_is_drawn_from_rows_that_have_both_metrics(tmp_path):
     rows = [{"eval/kl": 0.0, "eval/score": 1.0}, {"eval/score": 2.0}]
     files.write_jsonl(tmp_path / "metrics.jsonl", rows[1:])
     assert plots.frontier(tmp_path) is None
@@ -47,7 +47,7 @@ def curve(policy, temperature, chosen, largest, scorer="s"):
     return {**row, "max": [1, largest], "median": [1, largest / 2]}
 
 
-def test_the_best_of_n_of_the_first_and_the_last_version_at_the_temperature_taken_and_at_all(tmp_path):
+def test_best_of_n_is_drawn_for_the_first_and_last_version(tmp_path):
     first = [curve("version 0", 0.7, True, 2), curve("version 0", 1.0, False, 3)]
     last = [curve("version 2", 0.7, False, 5), curve("version 2", 1.0, True, 6)]
     files.write_jsonl(tmp_path / "curves.jsonl", [*first, curve("version 1", 1.0, True, 9), *last])
@@ -75,7 +75,7 @@ def pairs(n, seed):
     ]
 
 
-def test_scores_have_a_panel_for_each_measure_there_is(tmp_path):
+def test_scores_have_a_panel_for_each_available_measure(tmp_path):
     first, second = pairs(400, 1), pairs(300, 2)
     compares = [{**row, "differences": [1.0]} for row in second]
     accuracy, histogram, categories = "accuracy", "scores", "scores by category"
@@ -94,7 +94,7 @@ def test_scores_have_a_panel_for_each_measure_there_is(tmp_path):
     assert plots.scores(tmp_path, {"reward": []}) is None
 
 
-def test_every_scorer_has_a_histogram_of_better_and_worse_responses_on_an_axis_of_its_own(tmp_path):
+def test_every_scorer_has_its_own_histogram_of_better_and_worse_responses(tmp_path):
     """Of pairs 0 < 4, 1.05 < 4 and 2.05 < 3.05: of 40 bins from 0 to 4 the better ones are in 30 and, twice, in
     39, the worse ones in 0, 10 and 20; tenths of these scores are so in bins of a tenth of the width."""
     rows = [
@@ -130,7 +130,7 @@ def test_scores_by_category_are_each_scorers_mean_and_deviation(tmp_path):
     assert legend_texts(axes) == ["reward", "advantage"]
 
 
-def test_accuracy_is_drawn_by_tenths_of_the_pairs_a_tie_half_right(tmp_path):
+def test_accuracy_is_drawn_by_tenths_of_the_pairs_with_ties_as_half(tmp_path):
     responses = [[{"rank": 0, "score": d}, {"rank": 1, "score": 0.0}] for d in (3.0, -1.0, 1.0, 0.0) * 5]
     figure = plots.scores(tmp_path, {"reward": [{"category": "", "responses": x} for x in responses]})
     drawn, calibrated = points_of(figure.axes[0])
@@ -138,7 +138,7 @@ def test_accuracy_is_drawn_by_tenths_of_the_pairs_a_tie_half_right(tmp_path):
     assert calibrated[0][-1] == 3 and calibrated[1][0] == 0.5
 
 
-def test_a_picture_that_cannot_be_drawn_is_a_printed_line(capsys):
+def test_a_plot_that_fails_prints_one_line(capsys):
     plots.draw(lambda: 1 / 0)
     assert capsys.readouterr().out == "a plot could not be drawn: ZeroDivisionError: division by zero\n"
 
@@ -146,7 +146,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_printed_line(capsys):
 
 # -- policies that are compared --------------------------------------------------------------------
 def results_to_plot(**kls):
-    """Figures of policies: name -> KL, None where it is unknown."""
+    """Results of policies: name -> KL, None if it is unknown."""
     return {
         name: {"score": 1.0, "gold": 2.0, **({} if kl is None else {"kl": kl})} for name, kl in kls.items()
     }
@@ -198,7 +198,7 @@ def test_policies_of_one_family_are_a_curve_in_order_of_their_kl_with_labels(tmp
 
 
 @pytest.mark.parametrize("low, high", [(1.0, 1.0000000000000004), (1e17, 1e17 + 32), (0.0, 5e-324), (2.0, 2.0)])
-def test_scores_that_differ_by_next_to_nothing_are_drawn(low, high, tmp_path):
+def test_nearly_equal_scores_are_drawn(low, high, tmp_path):
     responses = [{"rank": i, "score": score} for i, score in enumerate((high, low))]
     rows = [{"prompt": [], "source": "a", "category": None, "responses": responses}]
     assert plots.scores(tmp_path, {"a": rows}) and (tmp_path / "scores.png").exists()

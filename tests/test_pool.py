@@ -35,7 +35,7 @@ def test_whole_chunks_are_not_sampled_again_and_a_part_of_one_is_dropped(tmp_pat
 
 
 def test_several_samplers_have_chunks_of_their_own(tmp_path):
-    """Chunks 0 to 2 are of the first one, 3 to 5 of the second."""
+    """Chunks 0 to 2 belong to the first one, 3 to 5 to the second."""
     rows = [row(p, str(k), chunk=i // 3) for i, p in enumerate(MANY) for k in range(2)]
     rows += [{**row(p, "x", chunk=4), "temperature": 0.5} for p in MANY[3:6]]
     held, samplers = pool_of(tmp_path, rows), [("m", 1.0, 2), ("n", 0.5, 1)]
@@ -50,7 +50,7 @@ def test_several_samplers_have_chunks_of_their_own(tmp_path):
 
 
 # -- the pool's file ---------------------------------------------------------------------
-def test_a_last_line_that_was_cut_is_left_out(tmp_path):
+def test_a_truncated_last_line_is_skipped(tmp_path):
     path, rows = tmp_path / "pool.jsonl", [row(A, "ant"), row(A, "c\u2028\u00e9t"), row(B, "bear")]
     files.write_jsonl(path, rows)
     assert read_jsonl(path) == rows
@@ -64,7 +64,7 @@ def test_a_last_line_that_was_cut_is_left_out(tmp_path):
 
 
 # -- an earlier run's pool ---------------------------------------------------------------
-def test_rows_that_answer_no_prompt_or_are_too_long_are_left_out_and_named(tmp_path, capsys):
+def test_rows_without_a_prompt_or_too_long_are_dropped_and_named(tmp_path, capsys):
     rows, n = [row(A, "ant"), row(C, "eel"), row(C, "dog"), row(B, "bear " * 8)], len(B.ids) + 9
     path = write_rows(tmp_path / "pool.jsonl", rows)
     assert pool.load_pool(path, [A, B, C], TOKENIZER, n) == rows and capsys.readouterr().out == ""
@@ -80,7 +80,7 @@ def test_rows_that_answer_no_prompt_or_are_too_long_are_left_out_and_named(tmp_p
 
 
 @pytest.mark.parametrize("name", row(A, "ant"))
-def test_a_row_without_a_column_is_left_out_and_named(tmp_path, capsys, name):
+def test_a_row_with_a_missing_column_is_dropped_and_named(tmp_path, capsys, name):
     bare = {key: value for key, value in row(A, "ant").items() if key != name}
     path = write_rows(tmp_path / "pool.jsonl", [row(A, "ant"), bare])
     assert pool.load_pool(path, [A], TOKENIZER, 64) == [row(A, "ant")]
@@ -97,8 +97,8 @@ WRONG += [("score", ""), ("score", []), ("scorer", 0), ("scorer", []), ("finishe
 
 
 @pytest.mark.parametrize("column, value", WRONG)
-def test_a_row_with_values_of_another_type_is_left_out_and_named(tmp_path, capsys, column, value):
-    """Of a run that is resumed it ends the run with one line."""
+def test_a_row_with_values_of_a_wrong_type_is_dropped_and_named(tmp_path, capsys, column, value):
+    """In a resumed run it ends the run with one line."""
     path = write_rows(tmp_path / "pool.jsonl", [row(A, "ant"), {**row(A, "ant"), column: value}])
     assert pool.load_pool(path, [A], TOKENIZER, 64) == [row(A, "ant")]
     assert f"({path}:2)" in capsys.readouterr().out

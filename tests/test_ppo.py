@@ -81,7 +81,7 @@ FIRST, SECOND = torch.tensor([1.0, 3.0]), torch.tensor([5.0, 7.0, 6.0])
         ("whiten", [-1.0, 1.0], [x / math.sqrt(2 / 3) for x in (-1.0, 1.0, 0.0)]),  # of one rollout alone
     ],
 )
-def test_scores_are_normalised_by_what_came_so_far_this_rollout_included(kind, first, second):
+def test_scores_are_normalised_by_all_scores_so_far_including_this_rollout(kind, first, second):
     running = [0, 0.0, 0.0]
     assert ppo.normalise(FIRST, running, kind).tolist() == pytest.approx(first)
     assert running == pytest.approx([2, 2.0, 2.0])
@@ -89,7 +89,7 @@ def test_scores_are_normalised_by_what_came_so_far_this_rollout_included(kind, f
     assert running == pytest.approx([5, 4.4, 23.2])  # once for each rollout, whatever the kind
 
 
-def test_equal_scores_stay_finite_and_a_large_offset_does_not_blur_the_deviation():
+def test_equal_scores_stay_finite_and_a_large_offset_keeps_the_deviation_exact():
     for kind in ("none", "mean", "mean_std", "whiten"):
         rewards = ppo.normalise(torch.full((3,), 2.0), [0, 0.0, 0.0], kind).tolist()
         assert rewards == [0.0 if kind != "none" else 2.0] * 3
@@ -113,7 +113,7 @@ def rollout_of(pairs=PAIRS, **fields):
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_micro_batches_hold_every_row_once_and_what_is_known_of_its_tokens(size, packing):
+def test_micro_batches_hold_every_row_once_with_its_token_values(size, packing):
     longest = max(len(document.ids) for document in DOCUMENTS)
     args, indices = make_args(packing=packing, max_length=2 * longest), [4, 0, 2, 3]
     batches = list(my_micro_batches(ppo.blocks_of(DOCUMENTS, indices, args), policy(), size))
@@ -130,7 +130,7 @@ def test_micro_batches_hold_every_row_once_and_what_is_known_of_its_tokens(size,
 
 
 @pytest.mark.parametrize("what", ["log probabilities", "values"])
-def test_figures_of_tokens_are_in_the_order_of_rows_and_do_not_depend_on_micro_batches(what):
+def test_per_token_values_are_in_row_order_and_independent_of_micro_batches(what):
     model, mask = policy() if what == "log probabilities" else scorer(), response_mask(DOCUMENTS)
     forward = functools.partial(models.logprobs, entropy=True, temperature=0.7)
     if what == "values":
@@ -211,7 +211,7 @@ def near(got, want):
     return all(a == pytest.approx(b, abs=1e-5) for a, b in zip(got, want, strict=True))
 
 
-def test_the_score_is_the_last_tokens_and_kl_is_taken_off_at_every_token_with_its_sign():
+def test_the_score_is_added_at_the_last_token_and_the_kl_subtracted_at_every_token():
     advantages, returns, kl = estimate()
     assert near(advantages, TO_COME) and near(returns, TO_COME)
     assert kl == pytest.approx((0.2 - 0.4 + 0.6 + 1 + 1) / 2)
@@ -249,7 +249,7 @@ def test_gamma_and_lambda_are_those_of_the_arguments():
 
 # -- prompts, text -----------------------------------------------------------------------
 @pytest.mark.parametrize("count, n", [(10, 3), (10, 4), (7, 7), (7, 6), (5, 1), (64, 48), (3, 9)])
-def test_prompts_are_fresh_until_all_have_come_and_never_twice_in_an_iteration(count, n):
+def test_prompts_repeat_only_after_all_were_used_and_never_within_an_iteration(count, n):
     prompts = list(range(count))
     iterations = [prompt_sets.fresh_prompts(prompts, n, i, 0) for i in range(1, 31)]
     assert all(len(set(some)) == len(some) == min(n, count) for some in iterations)
@@ -262,7 +262,7 @@ def test_prompts_are_fresh_until_all_have_come_and_never_twice_in_an_iteration(c
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 12])
-def test_a_stream_passes_over_all_documents_before_any_returns(size):
+def test_a_stream_repeats_a_document_only_after_all_others(size):
     documents, steps = list("abcde"), 10
     found = [x for step in range(steps) for x in auxiliary.stream(documents, size, step, 0, "ptx")]
     assert len(found) == size * steps
@@ -288,7 +288,7 @@ def test_every_token_of_a_text_but_the_first_is_learnt_and_so_is_its_end(tmp_pat
     assert batch.input_ids[0, 1:][batch.action_mask[0]].tolist() == ids[1:]
 
 
-def test_rows_without_text_are_left_out_and_named(tmp_path, capsys):
+def test_rows_without_text_are_dropped_and_named(tmp_path, capsys):
     rows = [{"text": "the ant"}, {"text": " "}, {"text": None}, {"other": 1}, {"text": "a bear"}, {"text": 3}]
     assert [d.row.where for d in texts_of(tmp_path, *rows)] == ["text.jsonl:1", "text.jsonl:5"]
     assert "text.jsonl:2" in capsys.readouterr().out
@@ -296,7 +296,7 @@ def test_rows_without_text_are_left_out_and_named(tmp_path, capsys):
         texts_of(tmp_path, *rows[1:3])
 
 
-def test_a_long_text_is_cut_at_max_length_and_not_taught_to_end_there(tmp_path):
+def test_a_long_text_is_cut_and_no_end_is_learnt_there(tmp_path):
     (document,) = texts_of(tmp_path, {"text": "ant bear " * 50}, max_length=16, max_new_tokens=4)
     assert document.ids.tolist() == TOKENIZER("ant bear " * 50)["input_ids"][:16]
     assert END not in document.ids.tolist()
@@ -350,7 +350,7 @@ def of_models(folder, n_outputs):
     return model, scorers.load_scorer(str(folder), TOKENIZER, CPU)
 
 
-def test_the_value_model_begins_as_the_reward_model_head_included(tmp_path):
+def test_the_value_model_starts_as_the_reward_model_with_its_head(tmp_path):
     model, loaded = of_models(tmp_path / "reward", 1)
     value = value_model(loaded, scorer=str(tmp_path / "reward"))
     a, b = model.state_dict(), value.state_dict()
@@ -359,7 +359,7 @@ def test_the_value_model_begins_as_the_reward_model_head_included(tmp_path):
     assert not any(p.requires_grad for p in loaded.model.parameters())
 
 
-def test_the_value_of_an_advantage_models_response_begins_at_r_less_the_mean_expectation(tmp_path):
+def test_a_value_model_from_an_advantage_model_starts_at_r_minus_the_mean_expectation(tmp_path):
     model, loaded = of_models(tmp_path / "advantage", 2)
     prompts = [p for p, _ in PAIRS]
     value = value_model(loaded, prompts, scorer=str(tmp_path / "advantage"), score_batch_size=2)
@@ -374,7 +374,7 @@ def test_the_value_of_an_advantage_models_response_begins_at_r_less_the_mean_exp
 
 
 @pytest.mark.parametrize("foreign", [False, True])
-def test_the_value_of_a_function_and_of_a_scorer_with_other_tokens_begins_at_0_on_the_policys_body(foreign):
+def test_for_a_function_or_other_tokens_the_value_starts_at_0_on_the_policys_body(foreign):
     other = scorers.Scorer("foreign", "1", None, scorer(), TOKENIZER, same_tokens=False)
     value = value_model(other if foreign else of_function(len))
     body = tiny.model(0).model.state_dict()
@@ -397,7 +397,7 @@ def known(temperature=1.0):
 
 
 class SGD(torch.optim.SGD):
-    """It keeps the gradients, to look at."""
+    """An optimiser that keeps the gradients for inspection."""
 
     def zero_grad(self, set_to_none=True):
         pass
@@ -456,7 +456,7 @@ def test_a_step_is_the_papers_losses_on_rows_of_their_own():
     "size, packing, rehearsal_norm",
     [(1, True, "sum"), (3, True, "mean"), (64, True, "mean"), (64, False, "sum")],
 )
-def test_micro_batches_change_neither_gradients_nor_figures(size, packing, rehearsal_norm):
+def test_micro_batches_change_neither_gradients_nor_metrics(size, packing, rehearsal_norm):
     options = {"extra": {"rehearsal": DOCUMENTS[1:4], "ptx": DOCUMENTS[:2]}, "rehearsal_norm": rehearsal_norm}
     a, *ours = one_step(micro_batch_size=size, packing=packing, **options)
     b, *others = one_step(**options)
@@ -471,7 +471,7 @@ def assert_stands_still(model, first):
 
 
 @pytest.mark.parametrize("name", ["advantages", "returns"])
-def test_neither_model_moves_where_a_loss_is_not_finite(name, monkeypatch):
+def test_neither_model_changes_if_a_loss_is_not_finite(name, monkeypatch):
     rollout, kept = known(), []
     getattr(rollout, name)[4] *= math.nan
     step = dist.optimizer_step
@@ -485,7 +485,7 @@ def test_neither_model_moves_where_a_loss_is_not_finite(name, monkeypatch):
 
 @pytest.mark.parametrize("extra", [{}, {"rehearsal": DOCUMENTS[1:4], "ptx": DOCUMENTS[:2]}])
 @pytest.mark.parametrize("policy_learns", [True, False])
-def test_a_step_that_is_refused_says_the_loss_whose_gradient_it_is(extra, policy_learns, monkeypatch):
+def test_a_refused_step_names_the_loss(extra, policy_learns, monkeypatch):
     options = {"extra": extra, "policy_learns": policy_learns, "ptx_coef": 0.5, "rehearsal_coef": 0.25}
     sums, *_ = one_step(**options)
     loss = (sums["value/loss_sum"] + sums.get("policy/loss_sum", 0)) / 21
@@ -496,14 +496,14 @@ def test_a_step_that_is_refused_says_the_loss_whose_gradient_it_is(extra, policy
         one_step(**options)
 
 
-def test_each_models_gradient_is_clipped_to_the_norm_by_itself():
+def test_each_models_gradient_is_clipped_separately():
     result, ours, value = one_step(max_grad_norm=0.01)
     for model, norm in ((ours, result["policy/grad_norm"]), (value, result["value/grad_norm"])):
         assert norm > 0.02 and global_norm(model) == pytest.approx(0.01, rel=1e-3)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_the_ratio_is_1_at_the_temperature_of_the_old_probabilities_alone(temperature):
+def test_the_ratio_is_1_only_at_the_temperature_of_the_old_probabilities(temperature):
     rollout = known(temperature)
     result = one_step(rollout=rollout, temperature=temperature)[0]
     assert result["policy/ratio_max"] == 1.0 and result["policy/approx_kl_sum"] == 0
@@ -605,7 +605,7 @@ def metrics_rows(folder, key="kl/per_response"):
     return rows_of(folder, key)
 
 
-def test_a_rollout_of_one_response_logs_no_figure_that_is_not_a_number(small, tmp_path, monkeypatch):
+def test_a_rollout_of_one_response_logs_no_nan(small, tmp_path, monkeypatch):
     monkeypatch.setattr(ppo, "PLOTS", [])
     options = {"prompts_per_iteration": 1, "n_samples": 1, "minibatch_size": 1, "epochs": 1, "iterations": 2}
     options |= {"value_warmup_steps": 0, "missing_eos_penalty": 0.0, "max_new_tokens": 1, "eval_every": 0}
@@ -617,7 +617,7 @@ def test_a_rollout_of_one_response_logs_no_figure_that_is_not_a_number(small, tm
 
 
 def all_options(small):
-    """Of a run that uses everything."""
+    """The options of a run that uses every feature."""
     options = {"ptx_dataset": small.files["text"], "ptx_coef": 0.1, "ptx_batch_size": 3}
     options |= {"rehearsal_data": small.files["rehearsal"], "rehearsal_batch_size": 3}
     return options | {"save_dtype": "bfloat16"}
@@ -660,7 +660,7 @@ def test_a_run_leaves_the_whole_run_directory(small, undisturbed):
     assert int(n_steps) == read_jsonl(folder / "metrics.jsonl")[-1]["step"]
 
 
-def test_the_metrics_have_a_row_before_of_every_iteration_and_after(undisturbed):
+def test_metrics_have_a_row_before_training_per_iteration_and_after(undisturbed):
     rows = read_jsonl(undisturbed.folder / "metrics.jsonl")
     assert [(row["step"], row["iteration"]) for row in rows] == [
         (0, 0), *zip(STEPS, range(1, ITERATIONS + 1)), (20, ITERATIONS),
@@ -706,8 +706,9 @@ def test_the_ratio_of_text_to_response_tokens_is_that_of_the_steps(undisturbed):
         assert 3 * 4 * 2 <= tokens <= 3 * 4 * 63 and tokens == pytest.approx(round(tokens), abs=1e-6)
 
 
-def test_a_checkpoint_in_the_warm_up_leaves_the_policys_optimiser_without_a_step(tmp_path):
-    """torch's get_state_dict takes a first step of one that has none; Adam's bias correction would be off."""
+def test_a_checkpoint_during_warm_up_keeps_the_policys_optimiser_without_steps(tmp_path):
+    """torch's get_state_dict takes a step with an optimiser that has taken none, which would spoil Adam's bias
+    correction."""
     model, saved = torch.nn.Linear(2, 1), {}
     for where in ("never saved", "saved", "loaded"):
         torch.manual_seed(0)
@@ -725,7 +726,7 @@ def test_a_checkpoint_in_the_warm_up_leaves_the_policys_optimiser_without_a_step
     assert torch.equal(saved["saved"], saved["never saved"]) and torch.equal(saved["loaded"], saved["saved"])
 
 
-def test_the_figures_against_the_first_policy_are_those_of_the_samples(undisturbed):
+def test_win_rates_over_the_first_policy_are_those_of_the_samples(undisturbed):
     rows = read_jsonl(undisturbed.folder / "samples.jsonl")
     after = read_json(undisturbed.folder / "summary.json")["after"]
     a, b = ([row for row in rows if row["when"] == when] for when in ("before", "after"))
@@ -804,7 +805,7 @@ def watched(small, tmp_path_factory):
     return seen
 
 
-def test_the_policy_and_its_optimiser_stand_still_during_warm_up_while_the_value_model_moves(watched):
+def test_only_the_value_model_learns_during_warm_up(watched):
     assert [moves for moves, *_ in watched.steps] == [False] * 8 + [True] * 8  # 5 steps are two iterations
     for moves, policy, value, stepped in watched.steps:
         assert value and bool(policy) == moves == stepped
@@ -816,7 +817,7 @@ def test_the_reference_never_changes(watched):
     assert all(torch.equal(x, first[name]) for model in (*others, watched.first) for name, x in model.items())
 
 
-def test_texts_pass_in_the_streams_order_from_the_first_step_of_the_policy(watched):
+def test_texts_follow_the_streams_order_from_the_policys_first_step(watched):
     assert len(watched.texts) == 16 * 2
     assert len(set(watched.texts[:16])) == 2  # asked for again while the policy stands still
     assert len(set(watched.texts[16:])) == 16 and watched.texts[16:18] == watched.texts[:2]
@@ -845,7 +846,7 @@ def test_the_true_reward_of_held_out_prompts_rises(learnt):
     assert after == pytest.approx(column(learnt, "eval/score")[-1])  # the scorer is the true reward
 
 
-def test_of_the_tiny_world_the_true_reward_of_rollouts_is_logged(learnt):
+def test_the_true_reward_of_rollouts_is_logged_in_the_tiny_world(learnt):
     rows = metrics_rows(learnt)
     assert [row["reward/gold"] for row in rows] == pytest.approx([row["reward/score"] for row in rows])
     assert sum(row["reward/gold"] for row in rows[-3:]) > sum(row["reward/gold"] for row in rows[:3])
@@ -860,7 +861,7 @@ def test_a_killed_run_resumes_to_the_same_bits(small, undisturbed, tmp_path, mom
     assert_same_run(tmp_path, undisturbed.folder)
 
 
-def test_resuming_changes_nothing_where_layers_are_frozen_and_scores_have_running_statistics(small, tmp_path):
+def test_resuming_with_frozen_layers_and_running_statistics_changes_nothing(small, tmp_path):
     options = {"freeze_layers": 2, "reward_norm": "mean", "value_warmup_steps": 1, "iterations": 3}
     succeeds(run(small, tmp_path / "a", moment="copy results", **options))
     as_killed(tmp_path / "a", "results", tmp_path / "b")
@@ -902,8 +903,8 @@ def test_a_safety_model_without_a_fitted_probability_is_used_with_a_warning(smal
     assert gates == [(2.0, -0.5), (1.0, 0.0)] and "P(safe)" not in capsys.readouterr().out
 
 
-def test_of_a_constant_reward_the_penalty_is_left_and_the_held_out_one_no_longer_rises(small, tmp_path):
-    """The evaluation before training is the best, two more are not better: the first policy is exported."""
+def test_with_a_constant_reward_only_the_penalty_remains(small, tmp_path):
+    """The evaluation before training is the best and two more are not better, so the first policy is exported."""
     options = {"scorer": "ppo_judges:constant", "missing_eos_penalty": 2.5, "max_new_tokens": 4}
     options |= {"iterations": 9, "eval_every": 1, "patience": 2}
     succeeds(run(small, tmp_path, **{**SHORT, **options}))
@@ -915,7 +916,7 @@ def test_of_a_constant_reward_the_penalty_is_left_and_the_held_out_one_no_longer
         assert row["reward/normalised"] == pytest.approx(-2.5 * (1 - row["rollout/finished"]))
 
 
-def test_the_kl_is_counted_from_the_reference_that_is_given_also_of_few_prompts(small, tmp_path):
+def test_the_kl_is_to_the_given_reference(small, tmp_path):
     few = write_rows(small.folder / "five.jsonl", tiny.rows("prompts", "train")[:5])
     options = {"reference": "tiny", "iterations": 1, "max_kl": 1e4, "dataset": few}
     succeeds(run(small, tmp_path, **{**SHORT, **options}))
@@ -946,9 +947,9 @@ def test_with_patience_the_best_held_out_version_is_exported_also_by_a_killed_ru
     assert read_json(killed / "summary.json")["exported_iteration"] == 3
 
 
-def test_the_best_version_of_a_continuation_that_was_lost_is_not_exported(small, tmp_path):
-    """The third iteration is the best, and the run is killed before a checkpoint has it; resumed, the third one
-    is worse (the judge counts anew): that of the first, which the checkpoint knows, is the best there ever was."""
+def test_a_best_version_from_a_lost_continuation_is_not_exported(small, tmp_path):
+    """The third iteration is the best, but the run is killed before its checkpoint. In the resumed run the third
+    one is worse (the judge counts from 0 again), so the first, which the checkpoint has, is the best version."""
     options = {**SHORT, "scorer": "ppo_judges:best_in_the_third", "iterations": 4, "save_every": 2}
     options |= {"patience": 9, "eval_every": 1}
     run_one, killed = tmp_path / "one", tmp_path / "killed"
@@ -962,7 +963,7 @@ def test_the_best_version_of_a_continuation_that_was_lost_is_not_exported(small,
     assert same_weights(killed, run_one)
 
 
-def test_rehearsal_is_logged_as_such_and_its_prompts_can_leave_rollouts(small, tmp_path, monkeypatch):
+def test_rehearsal_is_logged_and_its_prompts_can_be_excluded_from_rollouts(small, tmp_path, monkeypatch):
     rows, asked = tiny.rows("sft", "train")[:13], []
     options = {"rehearsal_data": str(write_rows(tmp_path / "r.jsonl", rows[:5])), "iterations": 1}
     options |= {"ptx_dataset": small.files["text"], "ptx_coef": 0.0, "hold_out_rehearsed": True}
@@ -1046,7 +1047,7 @@ def cut(small, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("iterations, last", [(2, 2), (9, 6)])
-def test_rollouts_of_which_nothing_ended_stop_a_run_after_five_in_a_row(cut, tmp_path, iterations, last):
+def test_five_rollouts_in_a_row_without_a_finished_response_stop_the_run(cut, tmp_path, iterations, last):
     words = (
         f"iteration {last}: no response ended within 10 .*--max-new-tokens.* {min(5, last)} iteration.* row"
     )
@@ -1055,7 +1056,7 @@ def test_rollouts_of_which_nothing_ended_stop_a_run_after_five_in_a_row(cut, tmp
     assert not (tmp_path / "model").exists()
 
 
-def test_a_rollout_of_which_nothing_ended_is_skipped_and_counted(cut, tmp_path):
+def test_a_rollout_without_a_finished_response_is_skipped_and_counted(cut, tmp_path):
     cut([1, 6, 8], iterations=8)
     assert [row["iteration"] for row in metrics_rows(tmp_path)] == [1, 6, 8]
     rows = metrics_rows(tmp_path, "iterations/skipped")
@@ -1064,7 +1065,7 @@ def test_a_rollout_of_which_nothing_ended_is_skipped_and_counted(cut, tmp_path):
     assert column(tmp_path, "step") == [0, 2, 2, 2, 2, 2, 4, 4, 6, 6]
 
 
-def test_a_reward_that_needs_no_end_is_learnt_from_responses_without_one(small, cut, tmp_path):
+def test_a_reward_that_needs_no_end_learns_from_unfinished_responses(small, cut, tmp_path):
     cut([], missing_eos_penalty=0.0)
     assert column(tmp_path, "rollout/finished") == [0.0] * 2 and not column(tmp_path, "iterations/skipped")
     for row in metrics_rows(tmp_path, "reward/normalised")[:1]:
@@ -1082,14 +1083,14 @@ def foreign(small):
     return str(small.folder / "foreign")
 
 
-def test_a_scorer_with_other_tokens_is_refused_unless_it_may_encode_anew(small, foreign, tmp_path):
+def test_a_scorer_with_other_tokens_needs_retokenize(small, foreign, tmp_path):
     ended = run(small, tmp_path, scorer=foreign, **SHORT | {"iterations": 1})
     assert_error(ended, "foreign has different tokens or a different chat template than", "--retokenize")
     assert not (tmp_path / "args.json").exists()
     succeeds(run(small, tmp_path, "--retokenize", scorer=foreign, **SHORT | {"iterations": 1}))
 
 
-def test_a_policy_that_has_gone_too_far_stops_the_run_and_keeps_the_checkpoint(small, tmp_path):
+def test_a_kl_above_the_limit_stops_the_run_and_keeps_the_checkpoint(small, tmp_path):
     options = {**SHORT, "lr": 0.005, "iterations": 3, "save_every": 1}
     words = ["iteration 2", "KL", "nats per response", "--max-kl 0.01", "--kl-coef", "checkpoint"]
     assert_error(run(small, tmp_path, max_kl=0.01, **options), *words)
@@ -1136,7 +1137,7 @@ def grpo(tmp_path_factory):
 
 
 def test_grpo_compares_the_responses_to_a_prompt_by_hand(grpo):
-    """Of rewards 1, 3 and 2, 2 the means are 2, the deviations sqrt 2 and 0."""
+    """The rewards 1, 3 and 2, 2 have means of 2 and deviations of sqrt 2 and 0."""
     rollout = rollout_of(PAIRS[:4], response_rewards=torch.tensor([1.0, 3.0, 2.0, 2.0]))
     rollout.old_logprobs, rollout.ref_logprobs = rollout.mask * -1.0, rollout.mask * -1.5
     kl = grpo.estimate_advantages(rollout, grpo.Args(n_samples=2))

@@ -72,7 +72,7 @@ def test_prompts_of_every_row_format(name, load):
     assert (prompt.turns, prompt.row.where) == (turns, "p.jsonl:1") and prompt.row.data.items() >= row.items()
 
 
-def test_prompts_in_words_that_the_tokenizer_does_not_know_are_refused(load):
+def test_prompts_of_unknown_words_are_refused(load):
     with pytest.raises(InputError, match="does not know most of its words: check --model"):
         load([{"prompt": "please tell me what the capital of france is"}])
 
@@ -83,7 +83,7 @@ def test_ids_are_the_rendered_turns_and_the_opening_of_an_answer(load):
     assert TOKENIZER.convert_ids_to_tokens(prompt.ids) == words.split()
 
 
-def test_a_prompt_is_taken_once_whatever_its_format_and_answer(load, capsys):
+def test_a_prompt_is_used_once_whatever_its_format_and_answer(load, capsys):
     rows = [{"prompt": "cat"}, {"instruction": "cat"}, {"messages": [user(" cat\n"), bot("dog")]}]
     prompts = load([*rows, {"prompt": "dog"}, {"messages": [SYSTEM, user("cat")]}])
     assert [p.row.where for p in prompts] == ["p.jsonl:1", "p.jsonl:4", "p.jsonl:5"]
@@ -110,14 +110,14 @@ MALFORMED += [{"instruction": ["cat"]}, {"instruction": "copy", "input": 5}]  # 
 
 
 @pytest.mark.parametrize("reason, row", [*UNUSABLE.items(), *(("", row) for row in MALFORMED)])
-def test_a_row_that_cannot_be_used_is_counted_and_named(reason, row, load, capsys):
+def test_an_unusable_row_is_counted_and_named(reason, row, load, capsys):
     (prompt,) = load([{"prompt": "copy ant cat dog"}, row], max_tokens=8)  # it has 8 tokens
     out = capsys.readouterr().out
     assert prompt.row.where == "p.jsonl:1" and "dropped 1 of 2 rows" in out
     assert reason in out and "(p.jsonl:2)" in out
 
 
-def test_nothing_left_is_an_error_with_each_reason_and_place(load):
+def test_prompts_without_a_usable_row_are_an_error_with_reasons_and_places(load):
     with pytest.raises(InputError) as error:
         load([UNUSABLE["no prompt"], {"text": "a"}, {"prompt": "<|user|>"}, UNUSABLE["no prompt"]])
     says = str(error.value)
@@ -132,7 +132,7 @@ def test_the_last_turn_of_every_prompt_is_the_users(messages, load):
     assert all(p.turns[-1]["role"] == "user" for p in load([{"prompt": "owl"}, {"messages": messages}]))
 
 
-def test_of_turns_the_further_ones_are_said_to_be_unread_unless_the_caller_reads_them(tmp_path, capsys):
+def test_further_turns_are_reported_as_unread_unless_the_caller_reads_them(tmp_path, capsys):
     rows = [{"category": "math", "turns": ["cat", "dog"]}, {"category": "math", "turns": ["ant"]}]
     paths = [write_rows(tmp_path / "p.jsonl", rows), tmp_path / "p.csv"]
     paths[1].write_text('category,turns\nmath,"[""cat"", ""dog""]"\nmath,"[""ant""]"\n')
@@ -166,13 +166,13 @@ def deal(rows=(), prompts=MANY, **options):
 
 
 def pool_of(dealt, whole, cut=None, n=0):
-    """Rows of a pool: of whole iterations, and of the first n prompts of one that a crash cut."""
+    """Rows of a pool: whole iterations, and the first n prompts of one that a crash interrupted."""
     by_question = {p.question: p for p in MANY}
     rows = [row(by_question[x], "ant", iteration=i) for i in whole for x in dealt[i]]
     return rows + [row(by_question[x], "ant", iteration=cut, scorer=None) for x in dealt.get(cut, [])[:n]]
 
 
-def test_prompts_are_dealt_as_before_where_a_run_is_resumed_with_the_same_flags():
+def test_a_run_resumed_with_the_same_flags_deals_the_same_prompts():
     dealt = deal()
     assert {i: len(of_one) for i, of_one in dealt.items()} == {1: 4, 2: 4, 3: 4}
     assert len(set(sum(dealt.values(), []))) == 12
@@ -186,7 +186,7 @@ def test_prompts_are_dealt_as_before_where_a_run_is_resumed_with_the_same_flags(
     [({"iterations": 6}, [4, 3, 1, 1, 1, 2]), ({"iterations": 2}, [4, 6]), ({"seed": 1}, [4, 4, 4]),
      ({"prompts_per_iteration": 2}, [4, 3, 2])],
 )  # fmt: skip
-def test_with_other_flags_an_iterations_prompts_are_those_of_the_pool_and_none_is_dealt_twice(options, sizes):
+def test_a_run_resumed_with_other_flags_keeps_the_pools_prompts_and_repeats_no_prompt(options, sizes):
     dealt = deal()
     again = deal(pool_of(dealt, [1], 2, 3), **options)
     assert again[1] == dealt[1] and again[2][:3] == dealt[2][:3]
@@ -195,14 +195,14 @@ def test_with_other_flags_an_iterations_prompts_are_those_of_the_pool_and_none_i
     assert [len(of_one) for of_one in again.values()] == sizes
 
 
-def test_prompts_that_have_left_the_data_leave_their_iteration_alone():
+def test_prompts_removed_from_the_data_are_removed_only_from_their_iteration():
     dealt = deal()
     left = [p for p in MANY if p.question != dealt[1][0]]
     again = deal(pool_of(dealt, [1]), left)
     assert again[1] == dealt[1][1:] and len(set(sum(again.values(), []))) == 3 + 3 + 3
 
 
-def test_too_few_prompts_for_what_is_left_are_an_error():
+def test_too_few_prompts_for_the_remaining_iterations_are_an_error():
     with pytest.raises(InputError, match="p.jsonl: .* prompts are too few .* from iteration 3 on. Lower"):
         deal(prompts_per_iteration=5)
     with pytest.raises(InputError, match="prompts are too few .* from iteration 3 on. Lower"):
@@ -212,7 +212,7 @@ def test_too_few_prompts_for_what_is_left_are_an_error():
 
 
 def test_the_next_prompts_follow_those_that_were_taken():
-    """With 5 of 12 an iteration, then 3: none comes again before all have come."""
+    """With 5 of 12 per iteration, then 3, no prompt repeats before all were used."""
     first, second = (prompt_sets.fresh_prompts(MANY, 5, i, 0) for i in (1, 2))
     third = prompt_sets.fresh_prompts(MANY, 3, 3, 0, 10)
     assert len({p.key for p in [*first, *second, *third[:2]]}) == 12 and len({p.key for p in third}) == 3
@@ -256,7 +256,7 @@ def test_responses_end_with_the_end_token_if_they_finished_and_are_decoded(polic
 
 @pytest.mark.parametrize("end", [True, False], ids=["ended", "cut"])
 def test_reward_functions_see_the_special_tokens_that_were_written(end, policy, monkeypatch):
-    """All but end and padding: a thought between special tokens is no part of the answer behind it."""
+    """All except end and padding: a thought between special tokens is not part of the answer after it."""
     tokenizer = tiny.tokenizer()
     tokenizer.add_special_tokens({"extra_special_tokens": ["<think>", "</think>"]})
     words = f"<think> two <|pad|> </think> ant{' <|end|>' if end else ' </think>'}"
@@ -302,7 +302,7 @@ def test_responses_keep_the_log_probability_of_each_id_as_it_was_drawn(policy, p
             assert response.logprobs == pytest.approx(want, abs=1e-4)
 
 
-def test_the_same_seed_gives_the_same_responses_and_another_one_others(policy, prompts):
+def test_responses_depend_on_the_seed(policy, prompts):
     one, again, other = (sampled(policy, prompts, 4, max_new_tokens=12, seed=s) for s in (3, 3, 4))
     assert one == again and one != other
     assert len({tuple(r.ids) for r in one[0]}) == 4  # the n responses are drawn apart
@@ -352,7 +352,7 @@ def test_a_response_with_a_special_token_before_its_end_is_not_clean(named, firs
 
 # -- models with several end tokens --------------------------------------------------------------
 def test_sampling_stops_at_each_end_token_and_an_export_keeps_them(tmp_path, monkeypatch):
-    """Of a model whose generation_config lists two, as Llama 3's and Qwen's do."""
+    """For a model whose generation_config lists two, as Llama 3's and Qwen's do."""
     asked, plain, other = [], responses.sample, TOKENIZER.convert_tokens_to_ids("<|unk|>")
     model = tiny.model()
     model.generation_config.eos_token_id = [other, EOS]

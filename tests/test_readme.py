@@ -49,7 +49,7 @@ def test_a_command_is_understood(command, tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def runs_that_the_commands_name_are_of_the_tiny_world(monkeypatch):
-    """They are not here: what a page made before."""
+    """Earlier commands of the pages make these runs; here they do not exist."""
     monkeypatch.setattr(cli, "_is_tiny_model", lambda name: name.startswith(("tiny", "dataset", "runs/", "$")))
 
 
@@ -58,7 +58,7 @@ def understand(module, words):
     parse(module.RECIPES, words) if hasattr(module, "RECIPES") else tyro.cli(module.Args, args=words)
 
 
-def test_what_experiments_run_is_understood_and_their_tables_are_those_of_the_pages(monkeypatch, tmp_path):
+def test_experiments_commands_parse_and_their_tables_are_those_of_the_pages(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
     experiments, ran = importlib.import_module("experiments"), []
     processes.patched("dpo_iterative", "cpl", tmp_path)  # a module that can be imported
@@ -100,7 +100,7 @@ def test_the_readme_has_one_line_that_installs_and_tests():
     assert len(tests) == 1 and tests[0].startswith("python3 -m venv")  # it makes all it needs
 
 
-def test_what_is_made_again_are_the_commands_of_the_docs(monkeypatch):
+def test_reproduce_runs_the_commands_of_the_docs(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
     reproduce = importlib.import_module("reproduce")
     page = "By `python tests/benchmarks/kl.py A`.\n```bash\nS=1\nfor x in 1 2; do\n    python a.py \\\n"
@@ -137,7 +137,7 @@ def test_links_lead_somewhere_and_every_page_is_reached():
     assert set(PATHS[1:]) <= {ROOT / target for page, _, target in LINKS if page == PATHS[0]}
 
 
-def test_the_code_beside_the_formulas_of_math_is_that_of_losses():
+def test_the_code_next_to_the_formulas_of_math_is_that_of_losses():
     losses = (ROOT / "common" / "losses.py").read_text()
     page = (ROOT / "docs" / "learn" / "math.md").read_text()
     sections = re.findall(r"^### (.+?)\n(.*?)(?=^##|\Z)", page, re.M | re.S)
@@ -152,8 +152,8 @@ def test_the_code_beside_the_formulas_of_math_is_that_of_losses():
     assert functions == set(re.findall(r"^def ([a-z]\w+)", losses, re.M)) - {"masked_sum", "masked_mean"}
 
 
-def test_metrics_that_are_named_are_logged():
-    """The code has each name, or its beginning (eval/ece of eval/ece_low), or its group and its words."""
+def test_named_metrics_are_logged():
+    """The code contains each name, or its start (eval/ece for eval/ece_low), or its group and its words."""
     code = "\n".join(path.read_text() for path in [*ROOT.glob("*.py"), *(ROOT / "common").glob("**/*.py")])
     quoted = {str(node.value) for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)}
     words = set(re.findall(r"[a-z]+", code))
@@ -167,7 +167,7 @@ def test_metrics_that_are_named_are_logged():
         assert {name, name.rpartition("_")[0] or name} & quoted or composed, name
 
 
-def test_files_that_are_named_are_there():
+def test_named_files_exist():
     named = set(re.findall(r"(?<![\w/])(?:common|tests|docs)/[\w/]+\.\w+", TEXT))
     missing = {name for name in named if not (ROOT / name).is_file()}
     assert not missing and len(named) > 25

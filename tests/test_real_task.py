@@ -14,7 +14,7 @@ import real_reward  # noqa: E402
 import real_task  # noqa: E402
 
 
-def test_only_the_answer_alone_is_right():
+def test_only_the_bare_answer_is_correct():
     made = real_task.rows("add+extract+sort", 30, seed=0)
     assert len({row["prompt"] for row in made}) == 30 and made[1]["category"] == "extract"
     assert all(eval(row["prompt"][8:-1]) == int(row["completion"]) for row in made[::3])
@@ -48,7 +48,7 @@ def test_the_spread_over_seeds_is_pooled_over_methods():
     assert real_reward.spread([[0.5], [0.2]]) == (0.0, 0)
 
 
-def test_answers_to_one_prompt_in_two_seeds_are_no_two_prompts():
+def test_answers_to_one_prompt_in_two_seeds_count_as_one_prompt():
     before = [rows([0, 0], "ab"), rows([0, 0], "ab")]
     after = [rows([1, 0], "ab"), rows([1, 0], "ab")]
     # sums of two clusters are 1 and -1 from the mean: 1.96 x sqrt(2 x 2) / 4; four prompts would have 0.57

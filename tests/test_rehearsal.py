@@ -50,7 +50,7 @@ def test_the_best_of_each_cluster_come_first_best_score_first():
     assert [set(group) for group in selected(99, scores=SCORES[::-1])] == GROUPS  # whatever the scores
 
 
-def test_unusable_responses_are_never_selected_and_the_next_best_stand_in():
+def test_unusable_responses_are_replaced_by_the_next_best():
     usable = [i not in (3, 7, 9, 2, 5, 8) for i in range(10)]
     assert selected(2, usable) == [[6, 0], [1, 4]]  # of the third group none is left
     assert selected(2, [False] * 10) == []
@@ -85,8 +85,8 @@ def test_kmeans_by_hand(rows, n_clusters, clusters, seed):
     assert found == rehearsal.kmeans(column(*rows), n_clusters, seed)
 
 
-def test_of_several_starts_the_best_is_taken():
-    """Two groups far apart, of two each that are near: two centres in one group is a local optimum."""
+def test_kmeans_keeps_the_best_of_several_starts():
+    """Two groups far apart, each of two near points: two centres in one group is a local optimum."""
     x, ends = torch.tensor([[a, b] for a in (0.0, 9.0) for b in (0.0, 4.0)] * 5), []
     for start in ([0, 2], [0, 1]):
         labels, total = rehearsal.lloyd(x, x[start])
@@ -163,7 +163,7 @@ def test_rows_hold_the_prompt_the_response_its_cluster_and_its_score_best_first(
 FOUR = ["ant bear", "bear", "ant bear cat dog eel", "eel bear cat"]
 
 
-def test_by_length_the_shortest_come_first_and_no_scorer_is_asked(monkeypatch):
+def test_by_length_the_shortest_come_first_without_a_scorer(monkeypatch):
     rows = rows_from(monkeypatch, [*map(answer, FOUR), answer("ant", finished=False)], "length")
     assert [(row["completion"], row["length"]) for row in rows] == [
         ("bear", 2), ("ant bear", 3), ("eel bear cat", 4), ("ant bear cat dog eel", 6),
@@ -171,7 +171,7 @@ def test_by_length_the_shortest_come_first_and_no_scorer_is_asked(monkeypatch):
     assert all(row.keys() == {"prompt", "completion", "cluster", "length"} for row in rows)
 
 
-def test_at_random_every_response_may_come_first_by_the_seed_and_no_scorer_is_asked(monkeypatch):
+def test_at_random_the_seed_decides_without_a_scorer(monkeypatch):
     usable = [answer(text) for text in ("ant", "bear", "cat", "dog eel")]
     first = set()
     for seed in range(20):
@@ -182,9 +182,9 @@ def test_at_random_every_response_may_come_first_by_the_seed_and_no_scorer_is_as
     assert len(first) == 4  # by score, length or the prompts' order it is always the same one
 
 
-def test_by_entropy_the_surest_come_first_and_length_does_not_count(monkeypatch):
-    """The distribution after a token is even over so many tokens: after ant 4, after bear 16, after cat, dog
-    and eel 1, after the prompt's last 2."""
+def test_by_entropy_the_lowest_comes_first_whatever_the_length(monkeypatch):
+    """The distribution after a token is uniform: over 4 tokens after ant, 16 after bear, 1 after cat, dog and eel,
+    and 2 after the prompt's last token."""
     sizes = {"ant": 4, "bear": 16, "cat": 1, "dog": 1, "eel": 1}
     size_after = {TOKENIZER(word, add_special_tokens=False)["input_ids"][0]: n for word, n in sizes.items()}
 
@@ -246,7 +246,7 @@ OPTIONS = {"scorer": GOLD, "clusters": 3, "per_cluster": 4, "max_new_tokens": 10
 
 @pytest.fixture(scope="module")
 def written(files):
-    """The rows by `python -m common.programs.rehearsal`."""
+    """The rows that `python -m common.programs.rehearsal` writes."""
     paths = {
         "model": files / "policy",
         "dataset": files / "prompts.jsonl",
@@ -258,7 +258,7 @@ def written(files):
     return files / "rehearsal.jsonl"
 
 
-def test_its_rows_are_those_that_ppo_made_of_its_first_policy(files, written):
+def test_rehearsal_rows_are_responses_of_ppos_first_policy(files, written):
     """Step by step, with ppo.py's seeds: one response to each prompt, k-means of the mean last hidden states,
     and of each cluster the best responses that ended. The prompts are those that ppo.py does not hold out."""
     policy = dist.shard(pretrained.load_policy(str(files / "policy"), TOKENIZER), CPU)
@@ -297,9 +297,9 @@ def test_a_mistake_is_named_before_anything_is_sampled(options, words, files, tm
     assert not (tmp_path / "x").exists()
 
 
-def test_its_prompts_are_none_that_ppo_holds_out(files, tmp_path, monkeypatch):
-    """Of 400 prompts 20 are held out; the same hash would have taken these 20 alone. Those that ppo.py trains
-    on all have the same chance: about half of them are in the first half of its own order."""
+def test_rehearsal_uses_no_prompt_that_ppo_holds_out(files, tmp_path, monkeypatch):
+    """20 of 400 prompts are held out; the same hash would choose just these 20. All training prompts of ppo.py
+    have the same chance: about half of the chosen ones are in the first half of its order."""
     path, taken = str(write_rows(tmp_path / "prompts.jsonl", tiny.rows("prompts", "train")[:400])), []
     monkeypatch.setattr(rehearsal, "rehearsal_rows", lambda *x: taken.extend(x[3]) or [])
     given = {"model": str(files / "policy"), "dataset": path, "output": str(tmp_path / "x")}
@@ -313,7 +313,7 @@ def test_its_prompts_are_none_that_ppo_holds_out(files, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("criterion", ["entropy", "length"])
-def test_without_a_scorer_its_rows_are_the_lowest_of_each_cluster_and_rows_of_sft(criterion, files, tmp_path):
+def test_without_a_scorer_rehearsal_rows_are_the_lowest_of_each_cluster(criterion, files, tmp_path):
     paths = {"model": str(files / "policy"), "dataset": str(files / "prompts.jsonl"), "scorer": "nowhere"}
     written = {}
     for k in (1, 99):
@@ -329,7 +329,7 @@ def test_without_a_scorer_its_rows_are_the_lowest_of_each_cluster_and_rows_of_sf
     assert len(demonstrations.load_sft(str(tmp_path / "1.jsonl"), TOKENIZER, 64)) == len(written[1]) == 3
 
 
-def test_its_rows_are_rows_of_sft_and_keep_every_token(written, tmp_path):
+def test_rehearsal_rows_are_valid_for_sft_and_keep_every_token(written, tmp_path):
     rows = read_jsonl(written)
     documents = demonstrations.sft_documents(mixtures.load_rows(str(written), "sft"), TOKENIZER, 64, str(written))
     assert len(documents) == len(rows)

@@ -50,7 +50,7 @@ def tiny_policy():
 
 # -- select ------------------------------------------------------------------------------
 def rows_from(text):
-    """Rows of the pool: prompt, response, score and what is not the default."""
+    """Rows of the pool: prompt, response, score and any values that are not the default."""
     rows = []
     for part in text.split(", "):
         name, words, score, *other = part.split(" ")
@@ -97,7 +97,7 @@ def test_selected_are(text, options, places):
     assert [candidates[i] for i in chosen] == [rows[i] for i in places]
 
 
-def test_why_nothing_is_selected_is_told():
+def test_the_message_explains_why_nothing_is_selected():
     def why_none(text, threshold):
         rows = rows_from(text)
         return rs.why_none(pool.pairs_of(rows, (A, B)), [r["score"] for r in rows], 1, threshold, make_args())
@@ -107,7 +107,7 @@ def test_why_nothing_is_selected_is_told():
     why = why_none("A ant 1.5, A cat 0.25, A dog -2, A eel 9 cut", 2.0)
     assert why.endswith("no response reaches --threshold 2: of 3 the best has 1.5, the median 0.25")
     why = why_none("A ant 0, A cat 0, B bear 0, B dog 0", None)
-    assert why == "iteration 1: every response has the score 0, so none is the better one"
+    assert why == "iteration 1: every response has the score 0, so none is better than the others"
 
 
 # -- documents and steps -----------------------------------------------------------------
@@ -124,7 +124,7 @@ def test_a_document_is_the_prompt_and_the_ids_that_were_sampled_end_token_includ
 
 
 def nll(model, documents, without_end=False):
-    """Mean over all response tokens, each document in a row of its own, by plain transformers."""
+    """Mean loss over all response tokens, one document per row, by plain transformers."""
     parts = []
     for ids, start in documents:
         x = torch.tensor([ids[:-1] if without_end else ids])
@@ -152,7 +152,7 @@ def test_loss_and_gradient_of_a_step_are_those_of_the_formula(packing, micro_bat
     assert abs(nll(plain, both, without_end=True).mean() - want.mean()) > 1e-2  # the end token is learnt
 
 
-def test_every_block_is_learnt_once_in_each_pass_and_each_pass_has_another_order():
+def test_every_epoch_sees_each_block_once_in_its_own_order():
     args = make_args(packing=False, epochs=3, batch_size=4, lr_decay=0.5, warmup_ratio=0)
     parts = (MANY, MANY[:4], MANY[:4])
     stages = [responses.documents(pool.pairs_of([row(p, "ant") for p in some], MANY)) for some in parts]
@@ -166,7 +166,7 @@ def test_every_block_is_learnt_once_in_each_pass_and_each_pass_has_another_order
 
 
 # -- a version's evaluation ---------------------------------------------------------------------
-def test_the_temperature_is_the_one_whose_responses_that_ended_are_best(monkeypatch):
+def test_the_chosen_temperature_has_the_best_finished_responses(monkeypatch):
     """At 0.7 all end and the best of two scores 2; at 1.0 it scores 4, but never ends."""
     said = {0.7: [("ant", True), ("ant ant", True)], 1.0: [("", True), ("ant ant ant ant", False)]}
 
@@ -183,8 +183,8 @@ def test_the_temperature_is_the_one_whose_responses_that_ended_are_best(monkeypa
     assert [c["finished"] for c in evaluation["curves"]] == [0.5, 1.0]
 
 
-def test_versions_that_other_scorers_scored_are_not_compared():
-    """--resume may bring another scorer, whose scores say nothing beside the first one's."""
+def test_versions_scored_by_different_scorers_are_not_compared():
+    """--resume may change the scorer, and scores of different scorers cannot be compared."""
     samples = [[{"score": x} for x in scores] for scores in ((0.0, 1.0), (2.0, 2.0), (9.0, 7.0))]
     sweep = version_evaluation.RejectionSamplingEvaluation([], scorer_that_notes([]), TOKENIZER, make_args())
 
@@ -238,7 +238,7 @@ run = functools.partial(run_script, "rejection_sampling")
 
 
 def run_here(small, folder, **options):
-    """In this process, where its functions can be replaced."""
+    """Run in this process, so that functions can be replaced."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rs, "PLOTS", [])
         rs.main(rs.Args(**{**small.options, "output_dir": str(folder / "run"), **options}))
@@ -310,7 +310,7 @@ def test_no_prompt_of_the_pool_is_held_out(small, whole, tmp_path):
     assert {question(r) for r in read_jsonl(whole.folder / "samples.jsonl")} <= held_out
 
 
-def test_versions_are_float32_and_the_last_one_is_studied_as_exported(small, tmp_path, monkeypatch):
+def test_versions_are_float32_and_the_last_is_evaluated_as_exported(small, tmp_path, monkeypatch):
     assert_only_the_last_version_is_rounded(rs, {**small.options, **ONE_STEP}, tmp_path, monkeypatch)
 
 
@@ -332,7 +332,7 @@ def test_samples_and_curves_are_those_of_every_version(whole):
             assert c["max"][0] == pytest.approx(c["median"][0])  # of one sample, both are the mean
 
 
-def test_the_figures_are_those_of_pool_and_samples(small, whole):
+def test_metrics_are_those_of_pool_and_samples(small, whole):
     rows, pool = read_jsonl(whole.folder / "metrics.jsonl"), pool_of(whole.folder)
     kinds = ["eval/score", "pool/rows", "loss/nll"]
     order = [next(i for i, key in enumerate(kinds) if key in r) for r in rows]
@@ -360,7 +360,7 @@ def test_the_figures_are_those_of_pool_and_samples(small, whole):
     assert summary["versions"]["2"] == without(evals[2], *PLACE)
 
 
-def test_on_the_tiny_world_the_gold_score_is_told_too(small, tmp_path):
+def test_the_gold_score_is_reported_in_the_tiny_world(small, tmp_path):
     tiny_world = {"dataset": "tiny:commands=copy", "eval_dataset": None, "iterations": 1, "epochs": 1}
     succeeds(run(small, tmp_path, plots=True, **tiny_world))
     samples = read_jsonl(tmp_path / "samples.jsonl")
@@ -370,7 +370,7 @@ def test_on_the_tiny_world_the_gold_score_is_told_too(small, tmp_path):
     assert len(samples) == 2 * ASKED and len(pool_of(tmp_path)) == PROMPTS * K
 
 
-def test_without_studies_the_first_temperature_is_used(small, tmp_path):
+def test_without_a_sweep_the_first_temperature_is_used(small, tmp_path):
     options = {"eval_prompts": 0, "sweep_prompts": 0, "iterations": 1, "temperatures": (0.9, 0.7)}
     succeeds(run(small, tmp_path, plots=True, **options))
     assert {r["temperature"] for r in pool_of(tmp_path)} == {0.9}
@@ -412,7 +412,7 @@ def test_thresholds_that_rise_are_fine_tunings_with_lower_learning_rates(small, 
     assert rows_of(tmp_path, "pool/rows")[0]["pool/selected"] == len(rows[0])
 
 
-def test_as_many_rows_of_the_sft_dataset_are_learnt_beside_the_selected_ones(small, tmp_path, monkeypatch):
+def test_an_equal_number_of_sft_rows_is_mixed_with_the_selected_ones(small, tmp_path, monkeypatch):
     drawn, plan_steps = [], rs.plan_steps
 
     def noted(stages, iteration, args):
@@ -459,7 +459,7 @@ def test_one_policy_at_a_time_is_in_memory(small, tmp_path, monkeypatch):
     assert len(policies) == 2  # the base model, for each version, which is then studied where it is
 
 
-def test_documents_of_a_model_that_cannot_be_packed_have_rows_of_their_own(small, tmp_path, monkeypatch):
+def test_a_model_that_cannot_pack_gets_separate_rows(small, tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "packs", lambda model: False)
     run_here(small, tmp_path, epochs=0.1)
     assert len(pool_of(tmp_path / "run")) == 2 * PROMPTS * K
@@ -472,7 +472,7 @@ def distill(small, whole, folder, model, *more, moment=None, **options):
     return run(small, folder, *more, moment=moment, **{**teachers, **options})
 
 
-def test_the_pools_own_model_learns_from_it_what_the_last_iteration_learnt(small, whole, tmp_path):
+def test_the_same_model_trained_on_the_pool_again_gets_the_same_weights(small, whole, tmp_path):
     moments, model = ("studied 1", "row 4", "studied 2"), small.options["model"]
     copies = [f"copy {moment}" for moment in moments]
     succeeds(distill(small, whole, tmp_path / "run", model, moment=copies))
@@ -491,7 +491,7 @@ def test_the_pools_own_model_learns_from_it_what_the_last_iteration_learnt(small
         assert_same_versions(folder, tmp_path / "run", "pool.jsonl", "samples.jsonl", "summary.json")
 
 
-def test_a_model_with_other_tokens_learns_the_text_in_its_own(small, whole, tmp_path):
+def test_a_model_with_other_tokens_learns_the_pools_text(small, whole, tmp_path):
     own, options = other_tokenizer(), {**ONE_STEP, "lr": 1e-4}
     smaller_model(tmp_path / "small", own)
     succeeds(distill(small, whole, tmp_path / "run", tmp_path / "small", **options))
@@ -514,7 +514,7 @@ def go_on(small, whole, folder, *more, moment=None, **options):
     return run(small, folder, *more, moment=moment, **options)
 
 
-def test_a_run_goes_on_from_the_pool_and_the_model_of_another(small, whole, tmp_path):
+def test_a_run_can_continue_from_another_runs_pool_and_model(small, whole, tmp_path):
     old = contents(whole.folder)
     succeeds(go_on(small, whole, tmp_path / "run", scorer="mine:shortest", plots=True))
     pool = pool_of(tmp_path / "run")
@@ -530,7 +530,7 @@ def test_a_run_goes_on_from_the_pool_and_the_model_of_another(small, whole, tmp_
     assert set(read_json(tmp_path / "run" / "summary.json")["versions"]) == {"2", "3"}
 
 
-def test_a_run_that_goes_on_from_another_resumes_to_the_same_bits(small, whole, tmp_path):
+def test_a_run_that_continues_another_resumes_to_the_same_bits(small, whole, tmp_path):
     options, moments = {"scorer": "mine:shortest"}, ("studied 2", "pool 2", "studied 3")
     copies = [f"copy {moment}" for moment in moments]
     succeeds(go_on(small, whole, tmp_path / "whole", moment=copies, **options))
@@ -569,7 +569,7 @@ MOMENTS = [  # and what is left then: rows of the pool, checkpoint, versions
 
 @pytest.fixture(scope="module")
 def copied(small, tmp_path_factory):
-    """The folder of a run that was copied at all moments."""
+    """The folder of a run that was copied at every moment."""
     folder = tmp_path_factory.mktemp("copied") / "run"
     succeeds(run(small, folder, moment=[f"copy {' '.join(m[0].split()[:2])}" for m in MOMENTS]))
     return folder
@@ -604,7 +604,7 @@ def test_a_run_with_thresholds_and_sft_rows_resumes_to_the_same_bits(small, tmp_
 
 
 # -- bad input ---------------------------------------------------------------------------
-def test_a_scorer_that_fails_is_one_line_the_pool_is_kept_and_another_one_goes_on(small, whole, tmp_path):
+def test_a_failing_scorer_is_one_line_and_the_pool_can_continue_with_another(small, whole, tmp_path):
     assert_error(run(small, tmp_path, scorer="mine:nan"), "mine:nan returned nan for")
     rows = pool_of(tmp_path)
     assert len(rows) == 48 and all(r["score"] is r["scorer"] is None for r in rows)
@@ -613,7 +613,7 @@ def test_a_scorer_that_fails_is_one_line_the_pool_is_kept_and_another_one_goes_o
     assert pool_of(tmp_path, 1) == pool_of(whole.folder, 1)
 
 
-def test_a_threshold_out_of_reach_is_skipped_and_a_lower_one_goes_on(small, whole, tmp_path):
+def test_an_unreachable_threshold_is_skipped_and_a_lower_one_can_resume(small, whole, tmp_path):
     ended = run(small, tmp_path, threshold=(98, 99))
     assert_error(ended, "iteration 2: no response reaches --threshold 98", "2 iteration(s) in a row")
     assert "iteration 1: no response reaches --threshold 98: of " in ended.out
@@ -630,7 +630,7 @@ def test_a_threshold_out_of_reach_is_skipped_and_a_lower_one_goes_on(small, whol
 
 @pytest.fixture(scope="module")
 def bad(small):
-    """Beside the good files, some that cannot be used."""
+    """A folder with the usable files and some unusable ones."""
     write_rows(small.folder / "strange.jsonl", [row(A, "ant")])
     shutil.copy(small.folder / "test.jsonl", small.folder / "same.jsonl")
     write_rows(small.folder / "long.jsonl", [{"prompt": "copy " + "ant " * 60}])
@@ -656,7 +656,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("options, words", BAD, ids=named)
-def test_bad_input_is_one_line_that_says_what_and_where(bad, tmp_path, options, words):
+def test_bad_input_is_reported_in_one_line(bad, tmp_path, options, words):
     assert_error(run(bad, tmp_path / "out", **options), *words)
     assert not (tmp_path / "out").exists()
 
@@ -675,7 +675,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize("options, words", LIMITS, ids=named)
-def test_numbers_that_make_no_sense_are_named_before_anything_is_loaded(options, words):
+def test_numbers_out_of_range_are_named_before_anything_is_loaded(options, words):
     with pytest.raises(InputError) as error:
         rs.check(rs.Args(**options))
     assert all(word in str(error.value) for word in words)

@@ -106,14 +106,14 @@ def assert_same_weights(folder, undisturbed):
 
 
 def last_line(ended):
-    """What stands at the end of a terminal."""
+    """The last line on the terminal."""
     return [line for line in ended.err.replace("\r", "\n").splitlines() if line.strip()][-1]
 
 
 # -- kill -9 -----------------------------------------------------------------------------
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_run_killed_at_random_moments_resumes_to_the_same_bits(small, undisturbed, tmp_path, name):
-    """Twice: the second time in a run that was resumed."""
+    """It is killed twice, the second time after it was resumed."""
     whole, draw = undisturbed(name), random.Random(name)
     for more in ([], ["--resume"]):
         killed = run(name, small, tmp_path / "run", *more, kill_after=draw.random() * whole.seconds)
@@ -123,7 +123,7 @@ def test_a_run_killed_at_random_moments_resumes_to_the_same_bits(small, undistur
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_finished_run_is_neither_done_again_nor_overwritten_unasked(small, undisturbed, name):
+def test_a_finished_run_is_neither_repeated_nor_overwritten_without_a_flag(small, undisturbed, name):
     folder = undisturbed(name).folder
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     ended = succeeds(run(name, small, folder, "--resume"))
@@ -143,7 +143,7 @@ UNFIT += [(name, "not a run of reward.py or advantage_model.py") for name in SCR
 
 
 @pytest.mark.parametrize("name, what", UNFIT)
-def test_a_model_that_will_not_do_is_an_error_and_an_old_run_stays(
+def test_an_unsuitable_model_is_an_error_and_the_old_run_stays(
     small, undisturbed, indexed, tmp_path, name, what
 ):
     shutil.copytree(undisturbed("sft").folder, tmp_path / "run")
@@ -162,7 +162,7 @@ def test_a_model_that_will_not_do_is_an_error_and_an_old_run_stays(
 def test_a_resumed_run_takes_the_learning_rate_of_its_new_command(
     small, undisturbed, stopped, tmp_path, name
 ):
-    """From its first step on. (In the two other scripts each step sets it anew.)"""
+    """From its first step on. (In the two other scripts every step sets it.)"""
     shutil.copytree(stopped(name, "Ctrl-C").folder, tmp_path / "run")
     n_before = len(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
     ended = succeeds(run(name, small, tmp_path / "run", "--resume", lr=1e-30))
@@ -182,7 +182,7 @@ def test_a_resumed_run_takes_the_learning_rate_of_its_new_command(
 
 
 @pytest.mark.parametrize("flag", ["scorer", "reference"])
-def test_ppo_does_not_go_on_with_another_scorer_or_reference(small, stopped, tmp_path, flag):
+def test_ppo_does_not_resume_with_another_scorer_or_reference(small, stopped, tmp_path, flag):
     shutil.copytree(stopped("ppo", "Ctrl-C").folder, tmp_path / "run")
     before = (tmp_path / "run" / "args.json").read_text()
     another = {"scorer": "common.data.tiny:safety_scorer", "reference": small / "base"}[flag]
@@ -191,8 +191,8 @@ def test_ppo_does_not_go_on_with_another_scorer_or_reference(small, stopped, tmp
     assert (tmp_path / "run" / "args.json").read_text() == before
 
 
-def test_a_reward_function_that_raised_is_mended_and_the_run_goes_on(small, tmp_path):
-    """With a line that says so, from the last checkpoint; also where the mend is in a function that it calls."""
+def test_a_run_resumes_after_its_reward_function_is_fixed(small, tmp_path):
+    """From the last checkpoint, and with a line that says so; also if the fix is in a function that it calls."""
     text = "def good(prompts, responses, rows):\n    return [score(r) for r in responses]\n\n\n"
     broken = text + "def score(r, asked=[]):\n    asked.append(r)\n    return 1.0 if len(asked) < 60 else 1 / 0\n"
     (tmp_path / "reward_of_mine.py").write_text(broken)
@@ -206,7 +206,7 @@ def test_a_reward_function_that_raised_is_mended_and_the_run_goes_on(small, tmp_
 
 
 class Day(datetime):
-    """Stands for datetime, on a day of choice."""
+    """Replaces datetime, with a given day."""
 
     day = 1
 
@@ -216,10 +216,10 @@ class Day(datetime):
 
 
 @pytest.mark.parametrize("name", ["sft", "ppo"])
-def test_a_template_that_writes_the_date_writes_the_day_on_which_the_run_began(
+def test_a_template_with_a_date_keeps_the_day_on_which_the_run_started(
     small, tmp_path, monkeypatch, name
 ):
-    """Resumed a day later, a run has the texts, and so the weights, of one that ended on the first day."""
+    """A run that is resumed a day later has the same texts, and so the same weights, as one without a break."""
     template = tmp_path / "dated.jinja"
     template.write_text('{{ "ant " * (strftime_now("%d") | int) }}' + tiny.tokenizer().chat_template)
     monkeypatch.setattr(chat_template_utils, "datetime", Day)
@@ -256,8 +256,8 @@ OTHERWISE += [("ppo", "eval_prompts"), ("dpo_iterative", "eval_prompts")]
 
 
 @pytest.mark.parametrize("name, flag", OTHERWISE)
-def test_no_run_goes_on_with_another_held_out_set(small, stopped, tmp_path, name, flag):
-    """As many other rows, or fewer: before and after would be compared on different ones."""
+def test_no_run_resumes_with_another_held_out_set(small, stopped, tmp_path, name, flag):
+    """Other rows, or fewer: metrics before and after would be measured on different data."""
     shutil.copytree(stopped(name, "Ctrl-C").folder, tmp_path / "run")
     before, kind = (tmp_path / "run" / "args.json").read_text(), KINDS.get(name, "prompts")
     others = write_rows(tmp_path / "others.jsonl", tiny.rows(kind, "test")[8:16])
@@ -275,7 +275,7 @@ MOMENTS = {"Ctrl-C": "interrupt row 4", "full disk": "full row 4", "dead rank": 
 
 @pytest.fixture(scope="module")
 def stopped(small, tmp_path_factory):
-    """(name, moment) -> a folder with what a run left that ended there, and how it ended."""
+    """(name, moment) -> the folder of a run that ended at that moment, and how it ended."""
     runs = {}
 
     def of(name, what):
@@ -289,7 +289,7 @@ def stopped(small, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_ctrl_c_leaves_a_run_that_goes_on_to_the_same_bits(small, undisturbed, stopped, tmp_path, name):
+def test_a_run_stopped_by_ctrl_c_resumes_to_the_same_bits(small, undisturbed, stopped, tmp_path, name):
     before = stopped(name, "Ctrl-C")
     assert before.ended.code == 130 and "Traceback" not in before.ended.err, before.ended.err[-2000:]
     assert last_line(before.ended) == f"{WHAT_IS_SAVED}{before.folder}"
@@ -305,7 +305,7 @@ OTHER_DISKS += [("rejection_sampling", "full results"), ("dpo_iterative", "full 
 
 
 @pytest.mark.parametrize("name, what", [*DISKS, OTHER_DISKS[2], OTHER_DISKS[-1]])
-def test_a_full_disk_leaves_a_run_that_goes_on_to_the_same_bits(
+def test_a_run_stopped_by_a_full_disk_resumes_to_the_same_bits(
     small, undisturbed, stopped, tmp_path, name, what
 ):
     before = stopped(name, what)
@@ -329,7 +329,7 @@ RANKS = ("sft", "ppo", "dpo_iterative")  # a loop of each kind: two ranks take t
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_a_rank_that_dies_is_one_clear_line_and_a_restart_by_torchrun_and_one_rank_go_on(
+def test_a_rank_that_dies_is_one_clear_line_and_the_run_resumes_on_two_ranks_or_one(
     small, undisturbed, stopped, tmp_path, name
 ):
     before = stopped(name, "dead rank")
@@ -357,15 +357,15 @@ def test_a_rank_that_dies_is_one_clear_line_and_a_restart_by_torchrun_and_one_ra
 
 
 def kill(process):
-    """With all that it has started: ranks of torchrun outlive it."""
+    """Kill a process and its children, because torchrun's ranks outlive it."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     for pid in [process.pid, *map(int, children)]:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_node_that_dies_and_comes_back_leaves_the_bits_of_a_run_that_lost_nothing(small, tmp_path):
-    """Of two nodes with two ranks the one dies that is not the rendezvous host. A restart of several nodes needs
-    the variable: without it torchrun gives the new one no address of the ranks' store."""
+def test_a_run_whose_node_dies_and_returns_ends_with_the_same_bits(small, tmp_path):
+    """Two nodes with two ranks each; the one that dies is not the rendezvous host. A restart of several nodes needs
+    the variable, because without it torchrun does not give the new one the address of the ranks' store."""
     options, folder = {**options_of("sft", small), "max_steps": 40, "sample_prompts": 0}, tmp_path / "run"
     succeeds(run("sft", small, tmp_path / "whole", ranks=4, **options))
     env = {**processes.ENV, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -391,7 +391,7 @@ def test_a_node_that_dies_and_comes_back_leaves_the_bits_of_a_run_that_lost_noth
 
 # -- an output directory that cannot be written ------------------------------------------
 def error_of(name, small, folder, **options):
-    """What main ends with in this process, which must be something that the user can mend."""
+    """The error with which main ends in this process; it must be one that the user can fix."""
     script = importlib.import_module(name)
     given = {**options_of(name, small), "output_dir": folder, **options}
     args = script.Args(**{k: str(v) if isinstance(v, Path) else v for k, v in given.items()})
@@ -429,7 +429,7 @@ LINES = {  # what a .jsonl file holds that no reader of rows can read, whatever 
 
 
 def broken_files(folder, good):
-    """Files that cannot be read at all, by what is wrong with them."""
+    """Unreadable files, by their defect."""
     files = {f"lines.{number}.jsonl": good + content for number, content in enumerate(LINES.values())}
     files |= {"empty.jsonl": b"", "blank.jsonl": b"\n \n\n", "cut.jsonl.gz": gzip.compress(good)[:-20]}
     packed = bytearray(gzip.compress(good))
@@ -470,13 +470,13 @@ FEEDS = [  # script, argument, kind of rows
 
 @functools.cache
 def plain(kind, split="train"):
-    """Some rows, with nothing but the columns that are needed."""
+    """Some rows with only the necessary columns."""
     columns = sorted({*NEEDED[kind], *(["prompt"] if kind != "text" else [])})
     return [{key: row[key] for key in columns} for row in tiny.rows(kind, split)[:400]]
 
 
 def odd_rows(kind, name):
-    """Rows that are JSON objects and no good for a script. A labeler is told texts without special tokens."""
+    """Rows that are JSON objects but unusable for a script. A labeler gets texts without special tokens."""
     good, special = plain(kind)[0], name != "common.programs.ai_feedback"
     wrong = [value for value in WRONG if special or "<|end|>" not in str(value)]
     rows = [{**good, key: value} for key in NEEDED[kind] for value in wrong]
@@ -491,8 +491,8 @@ def broken(small, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "common.programs.ai_feedback"])
-def test_a_file_that_cannot_be_read_is_named_and_an_old_run_stays(small, broken, undisturbed, tmp_path, name):
-    """Whatever else is wrong, --overwrite included."""
+def test_an_unreadable_file_is_named_and_the_old_run_stays(small, broken, undisturbed, tmp_path, name):
+    """Whatever else is wrong, and even with --overwrite."""
     folder, files = broken
     shutil.copytree(undisturbed("sft").folder, tmp_path / "run")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
@@ -505,7 +505,7 @@ def test_a_file_that_cannot_be_read_is_named_and_an_old_run_stays(small, broken,
 
 
 @pytest.mark.parametrize("name, argument, kind", FEEDS)
-def test_rows_that_are_no_good_are_an_error_that_names_the_first_of_each_kind(
+def test_unusable_rows_are_an_error_that_names_the_first_of_each_kind(
     small, tmp_path, capsys, name, argument, kind
 ):
     rows = odd_rows(kind, name)
@@ -548,7 +548,7 @@ def run_on(name, small, folder, rows, **options):
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "common.programs.ai_feedback"])
-def test_a_run_learns_from_the_good_rows_between_bad_ones_which_it_counts(small, tmp_path, name):
+def test_a_run_skips_and_counts_bad_rows_and_learns_from_the_others(small, tmp_path, name):
     def rows(kind, split):
         good = some_good(kind, split, 400)[-20:]
         others = [{**row, **OTHERS[i]} for i, row in enumerate(some_good(kind, split, len(OTHERS)))]
@@ -587,6 +587,6 @@ def test_categories_may_have_any_name(small, tmp_path, name, category):
 
 
 @pytest.mark.parametrize("name", ["sft", "reward", "ppo"])
-def test_an_error_is_short_however_long_the_names_of_columns_are(small, tmp_path, name):
+def test_errors_are_short_even_with_long_column_names(small, tmp_path, name):
     path = write_rows(tmp_path / "long.jsonl", [{"a" * 10_000: 1}])
     assert len(error_of(name, small, tmp_path / "run", dataset=path)) < 1000

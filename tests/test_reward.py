@@ -45,7 +45,7 @@ def run(*args, **options):
 
 @pytest.fixture(scope="module")
 def undisturbed(small, tmp_path_factory):
-    """A run from the tiny model."""
+    """A finished run from the tiny model."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     succeeds(run(small, folder, moment=[f"copy {moment}" for moment in MOMENTS]))
     return folder
@@ -54,7 +54,7 @@ def undisturbed(small, tmp_path_factory):
 # -- after sft.py, as the README has it --------------------------------------------------
 @pytest.fixture(scope="module")
 def default(small, tmp_path_factory):
-    """sft.py and then reward.py in one folder, the model and the run directory being the defaults."""
+    """sft.py, then reward.py, in one folder with the default model and run directory."""
     folder = tmp_path_factory.mktemp("default")
     sft = write_rows(folder / "sft.jsonl", tiny.rows("sft", "train")[:80])
     few = {"max_length": 64, "batch_size": 8, "micro_batch_size": 8, "max_steps": 4, "sample_prompts": 0}
@@ -120,7 +120,7 @@ def test_the_text_classification_pipeline_gives_the_score(default):
     assert got["label"] == "reward" and got["score"] == pytest.approx(score, abs=1e-4)
 
 
-def test_the_safety_gate_is_in_the_config_and_catches_what_the_figures_say(default):
+def test_the_safety_gate_is_in_the_config_and_matches_its_metrics(default):
     gate = read_json(default.folder / "model" / "config.json")["safety_gate"]
     after, responses = rows_of(default.folder, "gate/recall")[-1], []
     for sample in read_jsonl(default.folder / "samples.jsonl"):
@@ -138,7 +138,7 @@ def test_the_safety_gate_is_in_the_config_and_catches_what_the_figures_say(defau
 
 @pytest.mark.parametrize("threshold, caught", [(0.0, 0), (0.5, 20), (1.0, 40)])
 def test_fit_safety_gate_by_hand(threshold, caught):
-    """Of 40 responses in each half of the prompts the unsafe 20 score -2, the safe ones 2."""
+    """In each half of the prompts, 20 unsafe responses score -2 and 20 safe ones 2."""
     pair = [{"score": 2.0, "is_safe": True}, {"score": -2.0, "is_safe": False}]
     halves = [[p for p in map(str, range(99)) if zlib.crc32(repr(p).encode()) % 2 == i][:20] for i in (0, 1)]
     rows = [{"prompt": prompt, "responses": pair} for half in halves for prompt in half]
@@ -169,8 +169,8 @@ def one_step(some_comparisons, margin="none", **options):
 
 
 def reference(some_comparisons, margin=lambda c, i, j: 0.0):
-    """The same by rows of their own and the formulas of the papers: mean over comparisons, of a ranking the
-    mean over its pairs, with a soft label both sides."""
+    """The same on separate rows, by the papers' formulas: the mean over comparisons, a ranking counting as the mean
+    over its pairs and a soft label weighting both orders."""
     model, losses, right = pretrained.load_scorer("tiny", TOKENIZER, 1), [], []
     for c in some_comparisons:
         r = [model(input_ids=ids(c, k)).logits[0, 0] for k in range(len(c.texts))]
@@ -271,8 +271,8 @@ def test_a_margin_without_rating_margin_or_scores_names_the_row(small, tmp_path)
     assert not (tmp_path / "run" / "args.json").exists()
 
 
-def test_a_second_stage_begins_where_the_first_one_ended_head_included(small, undisturbed, tmp_path):
-    """Without safety labels it keeps no gate: the first one's scale and offset mean nothing for its scores."""
+def test_a_second_stage_starts_from_the_first_ones_model_and_head(small, undisturbed, tmp_path):
+    """Without safety labels it keeps no gate, because the first one's scale and offset do not fit its scores."""
     assert read_json(undisturbed / "model" / "config.json")["safety_gate"]
     succeeds(run(small, tmp_path / "second", model=undisturbed, max_steps=3))
     first, second = rows_of(undisturbed, "eval/nll")[-1], rows_of(tmp_path / "second", "eval/nll")
@@ -309,7 +309,7 @@ def test_balance_categories_draws_them_equally_often(small, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("held_out", ["none", "ties"])
-def test_without_held_out_pairs_a_run_has_no_held_out_figures(small, tmp_path, held_out):
+def test_without_held_out_pairs_a_run_has_no_held_out_metrics(small, tmp_path, held_out):
     ties = [{**row, "preference": 0.5} for row in tiny.rows("preferences", "test")[:5]]
     options = {"dataset": write_rows(tmp_path / "one.jsonl", ROWS[:1]), "eval_dataset": None}
     if held_out == "ties":
@@ -361,7 +361,7 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(small, undisturbed,
 # -- bad input ---------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def bad(small, tmp_path_factory):
-    """A folder of things that cannot be used. Commands run in it."""
+    """A folder of unusable models and data, in which the commands run."""
     folder = tmp_path_factory.mktemp("bad")
     same = {"prompt": "copy ant", "chosen": "ant", "rejected": "ant"}
     write_rows(folder / "unusable.jsonl", [same, {"foo": 1}])
@@ -395,7 +395,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("options, words", BAD, ids=named)
-def test_bad_input_is_one_line_that_says_what_and_where(small, bad, tmp_path, options, words):
+def test_bad_input_is_reported_in_one_line(small, bad, tmp_path, options, words):
     ended = run(small, tmp_path / "out", cwd=bad, **options)
     assert_error(ended, *words)
     assert not (tmp_path / "out" / "args.json").exists() and not (tmp_path / "out" / "model").exists()
@@ -409,7 +409,7 @@ def test_bad_input_is_one_line_that_says_what_and_where(small, bad, tmp_path, op
     ],
     ids=named,
 )  # fmt: skip
-def test_numbers_that_make_no_sense_are_named_before_anything_is_loaded(options):
+def test_numbers_out_of_range_are_named_before_anything_is_loaded(options):
     [(name, value)] = options.items()
     with pytest.raises(InputError, match=f"--{name.replace('_', '-')} {value}"):
         check_flags(reward.Args(**options))

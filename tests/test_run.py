@@ -72,7 +72,7 @@ def test_the_first_word_names_a_recipe_and_flags_change_it():
         (["--packing", "False"], ["'False': a flag that is on or off takes no value"]),
     ],
 )
-def test_what_is_unknown_is_named_with_the_flag_that_it_is_nearly(argv, words):
+def test_an_unknown_flag_is_named_with_the_most_similar_one(argv, words):
     with pytest.raises(InputError) as error:
         parse(RECIPES, argv)
     assert all(word in str(error.value) for word in words)
@@ -94,13 +94,13 @@ def test_what_is_unknown_is_named_with_the_flag_that_it_is_nearly(argv, words):
         ("dpo_iterative", "--num-generations 7", "--n-samples"),
     ],
 )
-def test_of_a_flag_that_means_the_same_the_error_says_its_name_here(script, argv, own):
+def test_the_error_for_another_librarys_flag_names_ours(script, argv, own):
     with pytest.raises(InputError, match=f"did you mean {own}[?]"):
         parse(importlib.import_module(script).RECIPES, ["tiny", *argv.split()])
 
 
 @pytest.mark.parametrize("name", [*processes.SCRIPTS, "common.programs.ai_feedback", "common.programs.evaluate"])
-def test_no_command_has_two_flags_that_are_said_to_mean_the_same(name):
+def test_no_command_has_two_synonymous_flags(name):
     fields = {field.name for field in dataclasses.fields(importlib.import_module(name).Args)}
     assert all(len(fields & set(line.split())) < 2 for line in cli.SYNONYMS)
     assert not fields & set(vars(cli.EveryCommand()))
@@ -134,7 +134,7 @@ def test_columns_and_conditions_join_each_data_set_but_tiny(monkeypatch, tmp_pat
     assert ppo.RECIPES["tiny"][1] == ppo.Args()  # parsing changes no recipe
 
 
-def test_what_every_command_takes_is_set_before_any_work(monkeypatch):
+def test_flags_of_every_command_take_effect_before_any_work(monkeypatch):
     seen = []
     monkeypatch.setattr(splits, "n_shown", 0)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on, warn_only: seen.append(on))
@@ -199,7 +199,7 @@ MODELS = [(name, "base") for name in MODELS] + [
     [(name, *own) for name in processes.SCRIPTS for own in OWN]
     + [("reward", f"--dataset tiny --model {model}", recipe) for model, recipe in MODELS],
 )
-def test_own_data_or_an_own_model_take_the_recipe_base(name, argv, recipe, runs, capsys):
+def test_own_data_or_models_use_the_recipe_base(name, argv, recipe, runs, capsys):
     recipes = importlib.import_module(name).RECIPES
     if name == "ppo":
         argv = argv.replace("--lr-schedule linear", "--scorer module:function")  # which does not count
@@ -224,7 +224,7 @@ def test_own_data_or_an_own_model_take_the_recipe_base(name, argv, recipe, runs,
         ("ppo", "--seed 1"),
     ],
 )
-def test_every_flag_of_data_and_of_what_is_trained_counts_and_a_default_that_is_not_tiny(runs, name, argv):
+def test_every_data_or_model_flag_and_non_tiny_default_selects_the_recipe(runs, name, argv):
     Path("runs").mkdir()
     Path("other").rename("runs/sft") if name == "ppo" else None  # --model's default
     recipes = importlib.import_module(name).RECIPES
@@ -248,7 +248,7 @@ def test_every_flag_of_data_and_of_what_is_trained_counts_and_a_default_that_is_
         ("ppo", "--model a", None),
     ],
 )
-def test_an_own_model_or_own_data_ask_for_a_data_set_in_place_of_the_tiny_worlds(runs, name, argv, says):
+def test_own_data_or_models_require_a_data_set_of_their_own(runs, name, argv, says):
     module = importlib.import_module(name)
     recipes = getattr(module, "RECIPES", {"rows": ("", module.Args())})
     if says is None:
@@ -278,7 +278,7 @@ LLAMA_3 = {  # they share tokens, and Llama 3's template, which the first one is
 }
 
 
-def test_recipes_of_one_paper_chain_and_all_are_in_their_limits():
+def test_recipes_of_one_paper_chain_and_stay_within_limits():
     scripts = {name: importlib.import_module(name) for name in processes.SCRIPTS}
     of_runs = {f"runs/{name}": script.RECIPES for name, script in scripts.items()}
     downloads = {}  # by recipe
@@ -315,7 +315,7 @@ LIMITS = [  # name, the last value that is right, one that is not, what is wante
 
 
 @pytest.mark.parametrize("name, right, wrong, wanted", LIMITS)
-def test_a_number_out_of_its_limits_is_named_with_what_is_wanted(name, right, wrong, wanted):
+def test_a_number_out_of_range_is_named_with_its_limits(name, right, wrong, wanted):
     check_flags(SimpleNamespace(**{name: right}))
     check_flags(SimpleNamespace(**{name: None}))  # not given, for prompts_per_iteration: all
     with pytest.raises(InputError) as error:
@@ -323,7 +323,7 @@ def test_a_number_out_of_its_limits_is_named_with_what_is_wanted(name, right, wr
     assert str(error.value) == f"--{name.replace('_', '-')} {wrong}: expected {wanted}"
 
 
-def test_limits_of_a_script_come_after_those_of_all():
+def test_a_scripts_limits_are_checked_after_the_common_ones():
     args = SimpleNamespace(top_p=2.0, slots=4)
     check_flags(args, ("top_p", True, "at most 1"))
     check_flags(SimpleNamespace(threshold=-1, name="-1", flag=False))  # no limits
@@ -357,7 +357,7 @@ def test_launch_passes_the_arguments_and_ends_with_0(monkeypatch, capsys):
     [InputError("a file:\n  line 3\nis wrong"), OSError("a file:\n  line 3\nis wrong")],
     ids=["InputError", "OSError"],
 )
-def test_an_error_to_mend_is_one_line_and_code_2(monkeypatch, capsys, error):
+def test_a_user_error_is_one_line_and_code_2(monkeypatch, capsys, error):
     code, output = ends_with(monkeypatch, capsys, raises(error))
     assert code == 2 and output.err.splitlines() == ["error: a file: line 3 is wrong"]
 
@@ -368,7 +368,7 @@ def test_a_bug_is_a_traceback_and_code_1(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("left, said", [([], "nothing is saved yet"), (["checkpoint/latest"], "--resume")])
-def test_ctrl_c_says_what_is_saved_and_is_code_130(monkeypatch, capsys, tmp_path, left, said):
+def test_ctrl_c_reports_the_last_checkpoint_and_is_code_130(monkeypatch, capsys, tmp_path, left, said):
     def main(args):
         Run(Args(output_dir=str(tmp_path / "run")), "sft").begin(plan="1 step", held_out=None)
         leave(tmp_path / "run", *left)
@@ -379,7 +379,7 @@ def test_ctrl_c_says_what_is_saved_and_is_code_130(monkeypatch, capsys, tmp_path
     assert output.err.count("\n") == 1 and ("--resume" in output.err) == bool(left)
 
 
-def test_a_text_that_the_console_cannot_encode_ends_no_run(monkeypatch, capsys):
+def test_text_that_the_console_cannot_encode_does_not_end_a_run(monkeypatch, capsys):
     console = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", console)
     code, _ = ends_with(monkeypatch, capsys, lambda args: print("\u2713 done"))
@@ -412,7 +412,7 @@ def begin(folder, stage="sft", **options):
 
 
 def leave(folder, *names):
-    """What a run leaves behind."""
+    """Write these files of a run."""
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -441,7 +441,7 @@ def test_a_new_run_writes_args_json_with_arguments_versions_git_and_stage(tmp_pa
     assert written["git"] == (head.stdout.strip() if head.returncode == 0 else None)
 
 
-def test_a_run_knows_the_content_of_its_data_files_and_says_when_it_has_changed(tmp_path, capsys):
+def test_changed_data_files_are_reported_on_resume(tmp_path, capsys):
     one, two, run = tmp_path / "one.jsonl", tmp_path / "two.jsonl.gz", str(tmp_path / "run")
     one.write_text("1\n")
     two.write_bytes(b"22")
@@ -464,7 +464,7 @@ def test_a_run_knows_the_content_of_its_data_files_and_says_when_it_has_changed(
 
 
 @pytest.mark.parametrize("left, word", [(FINISHED, "finished run"), (UNFINISHED, "unfinished run")])
-def test_a_run_in_the_way_is_an_error_that_names_both_ways_out(tmp_path, left, word):
+def test_an_existing_run_is_an_error_that_names_both_flags(tmp_path, left, word):
     leave(tmp_path, *left)
     with pytest.raises(InputError) as error:
         begin(tmp_path)
@@ -473,7 +473,7 @@ def test_a_run_in_the_way_is_an_error_that_names_both_ways_out(tmp_path, left, w
 
 
 @pytest.mark.parametrize("left", [FINISHED, UNFINISHED])
-def test_overwrite_removes_what_a_run_left_and_nothing_else(tmp_path, left):
+def test_overwrite_removes_only_a_runs_outputs(tmp_path, left):
     leave(tmp_path, *left, "notes.txt")
     assert begin(tmp_path, overwrite=True) is None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["args.json", "lock", "notes.txt"]
@@ -542,7 +542,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize("flag, value", FORMS, ids=[str(value) for _, value in FORMS])
-def test_an_input_inside_is_refused_in_whatever_form_a_flag_names_it(flag, value, tmp_path, monkeypatch):
+def test_an_input_inside_output_dir_is_refused_in_every_form_of_a_flag(flag, value, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     leave(tmp_path / "run", *FINISHED, "pool.jsonl")
     (tmp_path / "link").symlink_to("run/model")
@@ -551,8 +551,8 @@ def test_an_input_inside_is_refused_in_whatever_form_a_flag_names_it(flag, value
     assert all((tmp_path / "run" / name).exists() for name in FINISHED)
 
 
-def test_an_input_inside_what_an_unfinished_run_left_is_refused_too(tmp_path):
-    """A run that got no checkpoint is begun anew without a flag, and its files go."""
+def test_an_input_inside_an_unfinished_run_is_refused(tmp_path):
+    """A run without a checkpoint starts again without a flag, and its files are removed."""
     leave(tmp_path / "run", "args.json", "rehearsal.jsonl")
     for resume in (False, True):
         args = Inputs(
@@ -569,13 +569,13 @@ def test_an_input_inside_what_an_unfinished_run_left_is_refused_too(tmp_path):
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("left", [[], OUTPUT[1:], ["args.json", "versions/1/config.json"]])
-def test_a_run_without_pool_or_checkpoint_is_begun_anew(tmp_path, left, resume):
+def test_a_run_without_pool_or_checkpoint_starts_again(tmp_path, left, resume):
     leave(tmp_path, *left)
     assert begin(tmp_path, resume=resume) is None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["args.json", "lock"]
 
 
-def test_a_model_without_a_summary_is_replaced_by_overwrite_alone(tmp_path):
+def test_a_model_without_a_summary_is_replaced_only_with_overwrite(tmp_path):
     """Somebody removed summary.json, or a crash came just before it and there was no checkpoint."""
     leave(tmp_path, *OUTPUT)
     with pytest.raises(InputError, match="holds a model but no summary.json. Use --overwrite"):
@@ -611,7 +611,7 @@ def test_a_checkpoint_of_another_layout_is_refused_before_anything_is_loaded(tmp
         "wait timeout after 86400000ms, keys: /default_pg/0//barrier/0",
     ],
 )
-def test_a_lost_connection_is_another_ranks_end_only_where_there_are_others(
+def test_a_lost_connection_is_blamed_on_another_rank_only_if_there_are_others(
     said, ranks, line, monkeypatch, capsys
 ):
     monkeypatch.setattr(sys, "argv", ["x.py"])
@@ -647,7 +647,7 @@ def test_resuming_another_scripts_run_is_an_error_before_anything_is_written(tmp
 
 @pytest.mark.parametrize("name", ["a.png", "pool.jsonl"])
 @pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}])
-def test_files_of_somebody_else_are_not_removed(tmp_path, name, options):
+def test_foreign_files_are_not_removed(tmp_path, name, options):
     leave(tmp_path, name)
     with pytest.raises(InputError, match=f"{name} is in the way"):
         begin(tmp_path, **options)
@@ -659,7 +659,7 @@ OF_OTHERS = ["{}", "[]", '{"lr": 0.1}', '{"stage": 1, "args": {}}', '{"stage": "
 
 @pytest.mark.parametrize("content", OF_OTHERS)
 @pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}])
-def test_a_folder_whose_args_json_no_run_wrote_loses_nothing(tmp_path, content, options):
+def test_a_folder_with_a_foreign_args_json_loses_nothing(tmp_path, content, options):
     for names in (["args.json"], ["args.json", "model/config.json", "versions/1", "a.png", "summary.json"]):
         leave(tmp_path, *names)
         (tmp_path / "args.json").write_text(content)
@@ -670,7 +670,7 @@ def test_a_folder_whose_args_json_no_run_wrote_loses_nothing(tmp_path, content, 
 
 
 @pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
-def test_a_link_in_the_place_of_an_output_is_refused_before_anything_is_removed(tmp_path, options):
+def test_a_link_instead_of_an_output_is_refused_before_anything_is_removed(tmp_path, options):
     leave(tmp_path / "run", "args.json", "summary.json" if "overwrite" in options else "metrics.jsonl")
     (tmp_path / "elsewhere").mkdir()
     for name in ("versions", "best"):  # the second one's place is not there
@@ -709,7 +709,7 @@ def test_a_second_process_in_a_folder_is_refused_until_the_first_one_has_ended(t
     assert begin(folder) is None  # a lock ends with its process
 
 
-def test_a_run_that_began_and_ended_while_this_one_was_loading_is_not_removed(tmp_path):
+def test_a_run_finished_by_another_process_meanwhile_is_not_removed(tmp_path):
     args = Args(output_dir=str(tmp_path))
     state = find_run(args)
     leave(tmp_path, *FINISHED)  # the other one
@@ -721,7 +721,7 @@ def test_a_run_that_began_and_ended_while_this_one_was_loading_is_not_removed(tm
     assert all((tmp_path / name).exists() for name in FINISHED)
 
 
-def test_where_a_file_system_knows_no_locks_a_run_begins_all_the_same(tmp_path, monkeypatch):
+def test_a_run_starts_on_a_file_system_without_locks(tmp_path, monkeypatch):
     import fcntl
 
     def unknown(*_):
@@ -731,7 +731,7 @@ def test_where_a_file_system_knows_no_locks_a_run_begins_all_the_same(tmp_path, 
     assert begin(tmp_path / "run") is None and (tmp_path / "run" / "args.json").exists()
 
 
-def test_the_commit_is_known_whatever_characters_the_checkouts_path_holds(tmp_path, monkeypatch):
+def test_the_commit_is_found_for_any_characters_in_the_path(tmp_path, monkeypatch):
     folder = tmp_path / "it's $(touch \"x\") here"
     for command in ("init -q", "-c user.name=a -c user.email=b commit -q --allow-empty -m one"):
         folder.mkdir(exist_ok=True)
@@ -761,7 +761,7 @@ def test_resume_names_each_argument_that_changed_and_only_those(tmp_path, capsys
 
 # -- whole files -------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["json", "jsonl"])
-def test_a_file_is_whole_or_the_old_one(tmp_path, kind):
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, kind):
     path, rows = tmp_path / f"a.{kind}", [{"x": "é\n a\u2028b\u2029c\u0085d"}, {"y": 2.5}]
     write, read = getattr(files, f"write_{kind}"), getattr(files, f"read_{kind}")
     rows = rows if kind == "jsonl" else rows[0]
@@ -772,7 +772,7 @@ def test_a_file_is_whole_or_the_old_one(tmp_path, kind):
 
 
 # -- metrics.jsonl -----------------------------------------------------------------------
-def test_log_appends_one_object_a_step_that_can_be_read_at_once(tmp_path):
+def test_log_appends_one_readable_object_per_step(tmp_path):
     log = logs.Metrics(tmp_path)
     for step in (1, 2, 3):
         log.log(step, step // 2, **{"loss/nll": 1 / step})
@@ -783,7 +783,7 @@ def test_log_appends_one_object_a_step_that_can_be_read_at_once(tmp_path):
     assert values == [(1, 0, 1), (2, 1, 1 / 2), (3, 1, 1 / 3)]
 
 
-def test_resuming_cuts_later_rows_also_a_broken_one_and_the_clock_goes_on(tmp_path):
+def test_resuming_removes_later_rows_even_broken_ones_and_continues_the_clock(tmp_path):
     log = logs.Metrics(tmp_path)
     log.start -= 100  # the run is 100 seconds old
     for step in (1, 2, 3):
@@ -807,8 +807,8 @@ def test_progress_is_a_bar_in_a_terminal_that_starts_where_a_run_resumes(capsys,
     assert output.out == "" and "5/10" in output.err and "\r" in output.err
 
 
-def test_progress_is_plain_lines_where_nobody_looks(capsys, monkeypatch):
-    """A twentieth of all steps each, from where a run resumes; of rows none."""
+def test_progress_is_plain_lines_without_a_terminal(capsys, monkeypatch):
+    """One line per twentieth of all steps, from the step that a run resumes at; no lines for rows."""
     clock = [0.0]
     monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
     with progress.progress(200, 100, "sft") as bar:
@@ -824,7 +824,7 @@ def test_progress_is_plain_lines_where_nobody_looks(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-def test_nothing_but_rank_0_logs_and_shows_a_bar(tmp_path, monkeypatch, capsys):
+def test_only_rank_0_logs_and_shows_a_bar(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     log = logs.Metrics(tmp_path)
     log.log(1, 0, x=1)

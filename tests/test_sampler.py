@@ -92,7 +92,7 @@ def test_greedy_equals_generate_and_logprobs_plain_forwards(family, multiple, mo
     assert (greedy.sample_logprobs == 0).all()  # a point mass: log 1
 
 
-def test_a_large_vocabulary_is_unembedded_in_another_order_to_the_same_logits(llama, monkeypatch):
+def test_the_faster_unembedding_of_large_vocabularies_gives_the_same_logits(llama, monkeypatch):
     options = {"max_new_tokens": 12, "stop_ids": [7], "pad_id": 0, "slots": 5, "seed": 0}
     head, products = llama.lm_head, []
     monkeypatch.setattr(sampler, "LARGE_VOCABULARY", V)
@@ -122,8 +122,8 @@ def test_a_large_vocabulary_is_unembedded_in_another_order_to_the_same_logits(ll
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_prompts_run_in_groups_of_so_many_tokens_and_change_no_answer(llama, monkeypatch, n):
-    """No more prompts' keys and values are held at once than one group's."""
+def test_prefill_batches_hold_limited_tokens_and_change_no_answer(llama, monkeypatch, n):
+    """The keys and values of only one batch of prompts are held at a time."""
     options = {"n": n, "max_new_tokens": 12, "stop_ids": [7], "pad_id": 0, "temperature": 0, "slots": 10}
     want, groups, run = sample(llama, MIXED, **options), [], sampler._prefill
     alive = []  # weak references to each group's cache
@@ -154,7 +154,7 @@ def test_prompts_run_in_groups_of_so_many_tokens_and_change_no_answer(llama, mon
         (DeepseekV32Config(), "deepseek_v32 keeps"),
     ],
 )
-def test_a_cache_that_the_sampler_does_not_know_is_refused_by_its_config(config, why):
+def test_an_unknown_cache_is_refused_from_the_config(config, why):
     with pytest.raises(ValueError, match=why):
         sampler.check_attention(config)
 
@@ -208,7 +208,7 @@ class HandsOn(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("kind", [NamesCache, NamesPastKeyValues, HandsOn])
-def test_a_model_is_given_what_its_class_names_or_hands_on_to_transformers_class(kind, llama):
+def test_a_model_gets_the_arguments_that_its_class_names_or_passes_on(kind, llama):
     """transformers 5.24 renamed past_key_values to cache."""
     model = kind(LlamaConfig(**SIZES)).eval()
     model.load_state_dict(llama.state_dict())
@@ -255,7 +255,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(llama, settings):
 
 
 @pytest.mark.parametrize("top_p, vocabulary", [(1.0, 7), (0.7, 7), (0.5, 3000)])
-def test_tokens_are_drawn_as_often_as_their_probability_says(top_p, vocabulary):
+def test_token_frequencies_match_their_probabilities(top_p, vocabulary):
     """vocabulary 3000 is nearly flat: its nucleus is larger than the part of it that is ranked first."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(vocabulary, generator=generator) * (2.0 if vocabulary < 100 else 0.1)
@@ -277,7 +277,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(top_p, vocabulary):
 @pytest.mark.parametrize("beyond", [-1e-6, 1e-6])
 @pytest.mark.parametrize("error", [-1e-5, 0, 1e-5])
 @pytest.mark.parametrize("size", [5, 1024, 2000])
-def test_a_nucleus_whose_border_is_near_top_p_is_that_of_float64(size, error, beyond):
+def test_a_nucleus_that_ends_near_top_p_equals_float64s(size, error, beyond):
     """error: of the sum of probabilities; an fp32 softmax of 150,000 tokens was off by 5e-6. 1024 are ranked
     first."""
     logits = torch.randn(3000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -357,7 +357,7 @@ def test_bf16_weights_sample():
 
 
 def test_bf16_weights_whose_logits_are_fp32_sample():
-    """Nemotron-H's, for one: what the trial batch allows for is what the weights round."""
+    """For example Nemotron-H's. The trial batch's tolerance must follow the weights' rounding."""
     model = build(LlamaConfig(**SIZES)).to(torch.bfloat16)
     model.lm_head.register_forward_hook(lambda head, inputs, logits: logits.float())
     sample(model, [[3, 4]], max_new_tokens=2, stop_ids=[], pad_id=0)
@@ -396,7 +396,7 @@ def test_nan_logits_are_an_error_not_a_token():
 # -- prompts in other forms, and what is made of them ---------------------------------------------
 @pytest.mark.parametrize("tensors", ["pt", "np", None])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_prompts_may_be_what_a_chat_template_gives(llama, side, tensors):
+def test_prompts_may_be_the_output_of_a_chat_template(llama, side, tensors):
     tokenizer = tiny.tokenizer()
     tokenizer.padding_side, options = side, {"return_tensors": tensors, "add_generation_prompt": True}
     one, two = [[{"role": "user", "content": text}] for text in ("copy ant fox", "double ant fox owl")]
@@ -411,8 +411,8 @@ def test_prompts_may_be_what_a_chat_template_gives(llama, side, tensors):
     assert torch.equal(sample(llama, batch, **options)[1], sample(llama, want, **options)[1])
 
 
-def test_prompts_and_responses_are_joined_as_the_losses_want_them():
-    """Response tokens may equal pad_id; at t stands whether token t+1 is one."""
+def test_join_gives_the_inputs_of_the_losses():
+    """Response tokens may equal pad_id; the mask at t says whether token t+1 is a response token."""
     responses = torch.tensor([[7, 0, 9], [8, 0, 0], [0, 6, 0]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]]).bool()
     rollout = Rollout(torch.tensor([0, 0, 1]), responses, mask, responses.float(), mask[:, 0])
@@ -445,7 +445,7 @@ def score(scorer, ids) -> float:
     return scorer.head_outputs(ids, torch.tensor([[0], [ids.shape[1] - 1]])).item()
 
 
-def test_the_snippets_of_the_docs_run_as_they_stand(folder, monkeypatch):
+def test_the_snippets_of_the_docs_run_unchanged(folder, monkeypatch):
     monkeypatch.chdir(folder)
     exec(code_below("The sampler"), names := {})
     assert names["out"].prompt_index.tolist() == [0] * 8 + [1] * 8
@@ -463,7 +463,7 @@ def test_the_snippets_of_the_docs_run_as_they_stand(folder, monkeypatch):
         ("--model runs/sft --prompt copy --top-p 2", r"error: sample: out of range: \['top_p'\]\n"),
     ],
 )
-def test_the_file_alone_talks_to_a_saved_model(flags, says, folder):
+def test_the_sampler_file_by_itself_chats_with_a_saved_model(flags, says, folder):
     shutil.copy(processes.ROOT / "common" / "sampler.py", folder)
     ended = processes.script(folder / "sampler.py", *flags.split(), cwd=folder, alone=True)
     assert re.fullmatch(says, ended.out or ended.err.splitlines(True)[-1]), ended.err
@@ -471,7 +471,7 @@ def test_the_file_alone_talks_to_a_saved_model(flags, says, folder):
 
 
 def test_a_chat_has_turns_and_the_scripts_scores(folder, monkeypatch, capsys):
-    """Answers are generate's to dialogues that are rendered here."""
+    """Answers equal those of generate for dialogues that this test renders."""
     monkeypatch.chdir(folder)
     policy, scorer = tiny.model().eval(), pretrained.load_scorer("runs/reward/model", tiny.tokenizer(), 1)
     tokenizer, want, text = tiny.tokenizer(), [], "<|bos|> <|system|> um <|end|>"

@@ -63,7 +63,7 @@ def response(text, finished=True):
 
 @pytest.fixture
 def pairs(load):
-    """Of different lengths, and neither longest nor shortest first."""
+    """Pairs of different lengths, with neither the longest nor the shortest first."""
     rows = [{"prompt": "copy ant cat"}, {"prompt": TALK}, {"prompt": "first owl pig dog bear", "more": 7}]
     a, b, c = load(rows)
     finished = [(a, "ant cat"), (b, "dog eel fox goat um well"), (a, "owl"), (c, "owl"), (b, "pig so")]
@@ -71,7 +71,7 @@ def pairs(load):
 
 
 def expected(folder, n_outputs, prompt, text):
-    """By plain transformers, one row without padding: r, or (1 - K / N) (r - e) with K = 1, N = 4."""
+    """Scores by plain transformers, one row without padding: r, or (1 - K / N) (r - e) with K = 1, N = 4."""
     plain = Plain(folder)
     r = plain.outputs(prompt.turns, text)[0].item()
     return r if n_outputs == 1 else 0.75 * (r - plain.outputs(prompt.turns)[1].item())
@@ -87,7 +87,7 @@ def test_scores_are_those_of_plain_transformers_whatever_the_batch(n_outputs, ba
     assert min(abs(a - b) for i, a in enumerate(want) for b in want[:i]) > 1e-3  # no other order would do
 
 
-def test_a_response_that_was_cut_is_scored_with_an_end_token_and_no_other_gets_a_second(
+def test_only_a_cut_response_gets_an_end_token_before_scoring(
     reward_model, folders, pairs
 ):
     prompt = pairs[0][0]
@@ -117,8 +117,8 @@ def test_a_padding_token_that_is_in_the_text_changes_no_score(batch_size, folder
     assert abs(plain(input_ids=torch.tensor([prompt.ids + r.ids])).logits.item() - want[0]) > 1e-3
 
 
-def test_a_padding_token_that_was_sampled_is_a_token_like_others(reward_model, pairs):
-    """In the batch's middle, and at the end of a response that was cut."""
+def test_a_sampled_padding_token_counts_like_any_other(reward_model, pairs):
+    """In the middle of a batch, and at the end of a cut response."""
     pad, prompt = TOKENIZER.pad_token_id, pairs[0][0]
     ant = TOKENIZER.convert_tokens_to_ids("ant")
     sampled = [[ant, pad, ant, EOS], [ant, ant, pad], [pad], [ant, ant, EOS]]
@@ -132,7 +132,7 @@ def test_a_padding_token_that_was_sampled_is_a_token_like_others(reward_model, p
     assert len(set(got)) == 4
 
 
-def test_a_response_beyond_the_scorers_positions_is_an_error_that_says_where(reward_model, load):
+def test_a_response_beyond_the_scorers_positions_is_an_error_with_its_place(reward_model, load):
     (prompt,) = load([{"prompt": "copy ant cat"}])
     room = 128 - len(prompt.ids) - 1
     answer = lambda n, **options: response(" ".join(["ant"] * n), **options)
@@ -153,7 +153,7 @@ def test_no_pairs_no_scores(reward_model):
     assert scorers.score(reward_model, [], 8) == []
 
 
-def test_a_run_directory_stands_for_its_model(tmp_path, folders, reward_model, pairs):
+def test_a_run_directory_names_its_model(tmp_path, folders, reward_model, pairs):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text("{}")
     os.symlink(folders[1], tmp_path / "run" / "model")
@@ -163,7 +163,7 @@ def test_a_run_directory_stands_for_its_model(tmp_path, folders, reward_model, p
     assert not any(p.requires_grad for p in of_run.model.parameters())
 
 
-def test_a_causal_model_as_scorer_is_refused_with_what_was_wanted(tmp_path):
+def test_a_causal_model_as_scorer_is_refused_with_the_expected_kind(tmp_path):
     checkpoints.save_model(tiny.model(), TOKENIZER, tmp_path / "lm")
     for name in ("tiny", str(tmp_path / "lm")):
         words = f"^{name} is a .*not a run of reward.py or advantage_model.py .*common.programs.pairwise:oracle=RUN"
@@ -203,7 +203,7 @@ TEMPLATES = {"ChatML": CHATML, "a newline": CHATML + "{{ '' }}\n", "Phi": PHI, "
 @pytest.fixture(params=TEMPLATES)
 def classifier(request, tmp_path):
     """(a name, its tokenizer, its prompts and responses): a classifier as others publish it, whose template
-    writes something after an answer's end token, or has none."""
+    writes something after an answer's end token, or writes no end token."""
     tokenizer = byte_tokenizer(TEMPLATES[request.param])
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape |= {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id, "initializer_range": 0.3}
@@ -222,12 +222,12 @@ def classifier(request, tmp_path):
 
 
 def read_by_transformers(name, pairs):
-    """apply_chat_template -> model(...): what the makers of a classifier tell to do."""
+    """apply_chat_template -> model(...), as a classifier's authors recommend."""
     return [Plain(name).outputs(prompt.turns, r.text).item() for prompt, r in pairs]
 
 
 @pytest.mark.parametrize("same_tokens", [True, False])
-def test_a_classifier_that_others_wrote_is_read_where_transformers_reads_it(same_tokens, classifier):
+def test_a_foreign_classifier_is_read_at_transformers_token(same_tokens, classifier):
     name, tokenizer, pairs = classifier
     scorer = scorers.load_scorer(name, tokenizer, CPU)
     assert scorer.same_tokens
@@ -260,7 +260,7 @@ def test_a_scorer_trained_here_is_read_at_the_end_token_by_transformers_too(clas
 
 @pytest.mark.parametrize("default", [CHATML, CHATML.replace("|>\n", "|>")], ids=["default cut", "others cut"])
 def test_each_of_several_templates_of_a_scorer_is_read_at_the_end_token(default, tmp_path):
-    """`rag` ends in another way than the default; one that a plain dialogue breaks stays as it is."""
+    """`rag` ends differently from the default; a template that fails on a plain dialogue is not changed."""
     tokenizer, rag = byte_tokenizer(), CHATML.replace("|>\n{% endfor", "|> \n{% endfor")
     templates = {"default": default, "rag": rag, "tool_use": "{{ tools[0].name }}" + CHATML}
     tokenizer.chat_template = templates
@@ -277,7 +277,7 @@ def test_each_of_several_templates_of_a_scorer_is_read_at_the_end_token(default,
     assert pretrained.load_tokenizer(str(tmp_path)).chat_template == templates
 
 
-def test_where_the_end_of_a_text_does_not_fit_the_response_gives_way(classifier):
+def test_if_the_end_does_not_fit_the_response_is_shortened(classifier):
     name, tokenizer, ((prompt, r), *_) = classifier
     scorer = scorers.load_scorer(name, tokenizer, CPU)
     scorer.model.config.max_position_embeddings = len(prompt.ids) + len(r.ids)
@@ -319,7 +319,7 @@ def test_its_encoding_by_hand(other, pairs):
 
 
 def test_special_tokens_of_the_scorer_in_the_text_are_left_out(tmp_path, load):
-    """The policy knows no <|x|>, so it may well say it, or be asked about it."""
+    """<|x|> is plain text to the policy, so prompts and responses may contain it."""
     tokenizer = tiny.tokenizer()
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|x|>"]})
     scorer = scorers.load_scorer(save(tmp_path / "x", 1, tokenizer), TOKENIZER, CPU)
@@ -344,8 +344,8 @@ m.content.split('so ')[-1] }}{% else %} {{ m.content }}{% endif %} <|end|>{% end
 %}<|assistant|> so {% endif %}"""
 
 
-def test_an_answer_that_the_scorers_template_rewrites_is_scored_as_it_stands_there(tmp_path, load, capsys):
-    """A template that opens a thought and leaves thoughts out: the end of the run, where all had been sampled."""
+def test_an_answer_that_the_scorers_template_rewrites_is_scored_as_rewritten(tmp_path, load, capsys):
+    """A template that opens a thought and omits thoughts ended a run after everything had been sampled."""
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = THOUGHTS
     name = save(tmp_path / "rm", 1, tokenizer)
@@ -357,7 +357,7 @@ def test_an_answer_that_the_scorers_template_rewrites_is_scored_as_it_stands_the
     assert capsys.readouterr().out.count("its chat template rewrites some responses") == 1
 
 
-def test_prompts_that_a_scorer_cannot_read_are_named_before_anything_is_sampled(tmp_path, load):
+def test_prompts_that_a_scorer_cannot_encode_are_named_before_sampling(tmp_path, load):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template += "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     scorer = scorers.load_scorer(save(tmp_path / "rm", 1, tokenizer), TOKENIZER, CPU)
@@ -369,7 +369,7 @@ def test_prompts_that_a_scorer_cannot_read_are_named_before_anything_is_sampled(
         scorers.check_prompts(scorer, load([{"prompt": "cat " * 125}], 200))
 
 
-def test_of_a_response_too_long_for_a_scorer_with_other_tokens_the_beginning_is_scored(other, load):
+def test_a_response_too_long_in_the_scorers_tokens_is_scored_up_to_the_limit(other, load):
     name, tokenizer = other
     scorer, (prompt,) = scorers.load_scorer(name, TOKENIZER, CPU), load([{"prompt": "cat"}])
     room = 128 - len(prompt.ids) - 1
@@ -420,8 +420,8 @@ def test_a_function_of_the_current_directory_scores_texts_and_rows(write, pairs)
 
 
 @pytest.mark.parametrize("pairwise", [False, True])
-def test_what_a_function_does_to_a_dialogue_reaches_neither_the_next_response_nor_the_run(load, pairwise):
-    """A judge that appends the answer, and looks how long the dialogue is."""
+def test_changes_that_a_function_makes_to_its_arguments_have_no_effect(load, pairwise):
+    """A judge that appends the answer to the dialogue and scores its length."""
     (prompt,), lengths = load([{"messages": TALK, "tags": ["a"]}]), []
 
     def score(prompts, responses, rows):
@@ -470,7 +470,7 @@ def test_what_a_function_does_to_a_dialogue_reaches_neither_the_next_response_no
         ("return [row['answer'] for row in rows]", r"raised KeyError: 'answer'; called with .*p.jsonl:1"),
     ],
 )
-def test_what_a_function_gives_is_checked_and_tried_before_anything_is_loaded(
+def test_a_functions_result_is_checked_before_anything_is_loaded(
     code, says, write, pairs, tmp_path
 ):
     with pytest.raises(InputError, match=f"my_scores:f {says}"):
@@ -487,12 +487,12 @@ def test_what_a_function_gives_is_checked_and_tried_before_anything_is_loaded(
      "torch.tensor([1.0, 2.0], requires_grad=True)", "torch.tensor([[1.0], [2.0]]).bfloat16()"],
 )  # fmt: skip
 @pytest.mark.filterwarnings("error")
-def test_a_function_may_give_numbers_in_any_form_that_has_an_order(code, write, pairs):
+def test_a_function_may_return_numbers_in_any_ordered_form(code, write, pairs):
     scorer = write(f"import numpy, torch\n    return {code}")
     assert scorers.score(scorer, pairs[:2], 2) == [1, 2]
 
 
-def test_what_is_made_of_a_text_is_not_tried_for_it_may_hold_a_model(load):
+def test_module_function_text_is_not_tried_because_it_may_load_a_model(load):
     args = ppo.Args(scorer="common.programs.ai_feedback:rater=runs/no_such")
     functions.try_functions(args)
     for spec, why in (
@@ -504,7 +504,7 @@ def test_what_is_made_of_a_text_is_not_tried_for_it_may_hold_a_model(load):
             scorers.load_scorer(spec, TOKENIZER, CPU)
 
 
-def test_files_modules_texts_and_models_are_told_apart(monkeypatch):
+def test_files_modules_texts_and_models_are_distinguished(monkeypatch):
     monkeypatch.setattr(functions, "named_function", lambda flag, spec: spec)
     for name in (r"C:\x y\a.py:f", "../c++/b.py:g", "m.n:h"):
         assert functions.term_of(name) == functions.term_of(f" {name} ") == (name, name, None)
@@ -519,7 +519,7 @@ def test_files_modules_texts_and_models_are_told_apart(monkeypatch):
     ["a.py:f*0.7+b.py:g", "a.py:f+b.py:g", "a.py:f * 2", "m.n:h*-.3", " m:f + m:g", "m:f*x", "m:f+runs/reward",
      "runs/reward*0.5+m:f", "a.py:f*2+m:g=text"],
 )  # fmt: skip
-def test_a_sum_of_functions_is_refused_and_the_line_says_what_does_the_same(spec):
+def test_a_sum_of_functions_is_refused_with_the_alternative(spec):
     says = f"--scorer {spec}: expected module:function or FILE.py:function, one function only: it may return "
     with pytest.raises(InputError, match=re.escape(says + "{part: numbers}, which are summed") + "$"):
         scorers.load_scorer(spec, TOKENIZER, CPU)
@@ -574,7 +574,7 @@ def test_an_unknown_module_or_function_is_an_error_that_names_the_form(spec, mon
 
 
 def test_the_version_changes_with_the_functions_file(write, tmp_path, monkeypatch):
-    """With another function of the file too, which this one may call; not with the file's folder."""
+    """Also if another function of the file changes, which this one may call, but not with the file's folder."""
     versions = [write("return [0.0]", "a").version, write("return [0.0]", "b").version]
     versions.append(write("return [1.0]", "c").version)
     assert versions[0] == versions[1] != versions[2]
@@ -627,14 +627,14 @@ def test_a_response_scores_its_mean_probability_to_beat_the_prompts_other_ones(l
         ([1, 1], "the lengths are .2."),
     ],
 )
-def test_log_odds_that_cannot_be_are_an_input_error_that_names_the_oracle(odds, says, load):
+def test_impossible_log_odds_are_an_error_that_names_the_oracle(odds, says, load):
     (prompt,) = load([{"prompt": "copy ant"}])
     oracle = oracle_of(lambda duels: odds)
     with pytest.raises(InputError, match=f"oracle.* {says}"):
         scorers.score(oracle, [(prompt, response("ant")), (prompt, response("cat"))], 8)
 
 
-def test_a_function_that_compares_is_tried_and_refused_where_one_is_scored_alone(tmp_path, monkeypatch):
+def test_a_pairwise_function_is_tried_and_refused_where_single_scores_are_needed(tmp_path, monkeypatch):
     monkeypatch.chdir(docs_functions(tmp_path))
     write_rows(tmp_path / "p.jsonl", [{"prompt": "copy ant"}])
     spec = "shorter.py:shorter"
@@ -648,7 +648,7 @@ def test_a_function_that_compares_is_tried_and_refused_where_one_is_scored_alone
         scorers.load_scorer(spec, TOKENIZER, CPU)
 
 
-def test_a_pairwise_preference_model_is_loaded_and_asked_in_both_orders(tmp_path, load):
+def test_a_pairwise_preference_model_is_evaluated_in_both_orders(tmp_path, load):
     policy = dist.shard(pretrained.load_policy("tiny", TOKENIZER), CPU)
     with torch.no_grad():  # far from uniform, so that orders and letters differ
         for parameter in policy.parameters():
@@ -665,7 +665,7 @@ def test_a_pairwise_preference_model_is_loaded_and_asked_in_both_orders(tmp_path
     letters = TOKENIZER.convert_tokens_to_ids(["A", "B"])
 
     def beats(prompt, first, second):
-        """By plain transformers on the text as it is written in the paper, both orders."""
+        """Both orders by plain transformers, on the text as written in the paper."""
         found = []
         for x, y in ((first, second), (second, first)):
             text = (
@@ -696,8 +696,8 @@ def test_a_scorer_reads_the_end_token_of_the_template_whatever_ended_the_respons
 
 
 # -- versions ------------------------------------------------------------------------------------
-def test_a_version_is_rank_0s(monkeypatch):
-    """It alone reads the files, which are large."""
+def test_every_rank_uses_rank_0s_version(monkeypatch):
+    """Only rank 0 reads the files, which are large."""
     monkeypatch.setattr(dist, "gather", lambda values: ["a@of rank 0", *values])
     monkeypatch.setattr(dist, "is_main", lambda: False)
     assert scorers.version_of("no/such/model") == "a@of rank 0"

@@ -71,7 +71,7 @@ def test_default_command_leaves_the_whole_run_directory(default):
     assert int(n_steps) == rows_of(default.folder)[-1]["step"]
 
 
-def test_default_command_prints_at_most_15_lines_and_as_many_of_its_progress_as_20(default):
+def test_default_command_prints_at_most_15_lines_and_20_of_progress(default):
     lines = default.ended.out.splitlines()
     assert len(lines) <= 15 and lines[0].startswith("recipe tiny") and lines[-1].startswith("wrote ")
     assert [line.split(":")[0] for line in lines[-3:-1]] == ["eval/nll", "gold/score"]
@@ -111,7 +111,7 @@ def test_default_command_scores_its_samples_as_the_true_reward_does(default):
     assert all(1 <= sample["tokens"] <= 32 for sample in samples)
 
 
-def test_default_command_lowers_the_held_out_loss_and_sums_it_up(default):
+def test_default_command_lowers_the_held_out_loss_and_summarises_it(default):
     values, rows = (read_json(default.folder / "summary.json"), read_jsonl(default.folder / "metrics.jsonl"))
     assert values["steps"] == 8
     assert values["before"] == without(rows[0], *PLACE) and values["after"] == without(rows[-1], *PLACE)
@@ -189,7 +189,7 @@ def test_held_out_loss_is_that_of_plain_transformers_on_each_document_alone(trai
     assert summary["after"]["eval/nll"] < summary["before"]["eval/nll"] - 0.5
 
 
-def test_an_epoch_sees_every_document_once_and_each_in_another_order(trained, small, tmp_path):
+def test_every_epoch_sees_each_document_once_in_its_own_order(trained, small, tmp_path):
     rows, summary = rows_of(trained.folder), json.loads((trained.folder / "summary.json").read_text())
     per_epoch = math.ceil(summary["blocks"] / 4)
     assert summary["blocks"] % 4 != 0  # the last batch is a smaller one
@@ -216,14 +216,14 @@ def test_learning_rate_follows_the_schedule_to_the_last_step(trained):
 
 
 @pytest.mark.parametrize("name", ["", "model"])
-def test_a_run_and_its_model_folder_are_models_of_the_next_run(trained, small, tmp_path, name):
+def test_a_run_or_its_model_folder_can_be_the_next_runs_model(trained, small, tmp_path, name):
     assert run(small, tmp_path, model=trained.folder / name, max_steps=1).code == 0
     after = json.loads((trained.folder / "summary.json").read_text())["after"]["eval/nll"]
     assert rows_of(tmp_path, "eval/nll")[0]["eval/nll"] == pytest.approx(after, abs=1e-6)
 
 
 @pytest.mark.parametrize("save_dtype", ["default", "bfloat16"])
-def test_a_run_from_bfloat16_is_exported_in_float32_unless_rounding_is_asked_for_and_then_its_cost_is_printed(
+def test_a_bfloat16_model_is_exported_in_float32_unless_save_dtype_rounds_it(
     trained, small, tmp_path, capsys, save_dtype
 ):
     source, folder = in_bfloat16(trained.model, tmp_path / "source"), tmp_path / "run"
@@ -252,7 +252,7 @@ def test_a_run_that_ends_worse_than_it_began_says_so(trained, default, small, tm
     assert "worse" not in default.ended.out
 
 
-def test_without_packing_a_run_has_one_document_a_block_and_a_batch_need_not_be_whole_micro_batches(
+def test_without_packing_each_block_is_one_document_and_batches_need_not_divide(
     small, tmp_path
 ):
     options = {"packing": False, "batch_size": 6, "micro_batch_size": 4, "gradient_checkpointing": True}
@@ -270,7 +270,7 @@ def test_without_eval_dataset_a_share_of_the_prompts_is_held_out(small, tmp_path
     assert asked <= {row["prompt"] for row in rows} and 0 < DOCUMENTS - trained_on <= 0.1 * DOCUMENTS
 
 
-def test_a_data_set_with_one_prompt_trains_without_held_out_figures(small, tmp_path):
+def test_a_data_set_with_one_prompt_trains_without_held_out_metrics(small, tmp_path):
     path = write_rows(tmp_path / "one.jsonl", tiny.rows("sft", "train")[:1])
     options = {key: value for key, value in small.options.items() if key != "eval_dataset"}
     ended = processes.script("sft", *flags(**{**options, "dataset": path, "output_dir": tmp_path / "run"}))
@@ -307,7 +307,7 @@ def assert_same_step(a, b, tolerance=1e-5):
 
 @pytest.fixture(scope="module")
 def reference(trained, small):
-    """The step over some documents by plain transformers, each document alone; and the documents."""
+    """The step over some documents by plain transformers, one document per row; and the documents."""
     documents = train_documents(small)[:40]
     model = AutoModelForCausalLM.from_pretrained(trained.model)
     parts = [plain_nll(model, document) for document in documents]
@@ -326,7 +326,7 @@ def test_loss_and_gradient_are_those_of_each_document_alone_packed_or_not(traine
     assert_same_step(one_step(trained, blocks, packing=packing), want)
 
 
-def test_positions_that_run_on_over_documents_would_change_the_loss(trained, reference, monkeypatch):
+def test_positions_that_continue_across_documents_would_change_the_loss(trained, reference, monkeypatch):
     """The test above can fail: without the restart of positions, packed documents see each other."""
     documents, want = reference
     places = lambda batch: torch.arange(batch.input_ids.shape[1]).expand_as(batch.input_ids)
@@ -352,7 +352,7 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradient(trained, refer
     assert_same_step(on, off, tolerance=1e-6)
 
 
-def test_max_grad_norm_scales_the_gradient_and_zero_leaves_it(trained, reference):
+def test_max_grad_norm_scales_the_gradient_and_zero_does_not(trained, reference):
     blocks = make_blocks(reference[0], 64)
     _, norm, free, _ = one_step(trained, blocks)
     _, same, cut, _ = one_step(trained, blocks, max_grad_norm=norm / 4)
@@ -384,7 +384,7 @@ def undisturbed(small, tmp_path_factory):
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(small, undisturbed, tmp_path, moment):
-    """Rows up to the checkpoint stay as they were, their clock included."""
+    """Rows up to the checkpoint stay unchanged, including their times."""
     as_killed(undisturbed, moment, tmp_path)
     assert not (tmp_path / "summary.json").exists()
     assert all((tmp_path / name).exists() for name in MOMENTS[moment])
@@ -398,7 +398,7 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(small, undisturbed,
 
 
 @pytest.mark.parametrize("moment", ["row 5", "tensors 6", "summary"])
-def test_a_copy_at_a_moment_is_what_kill_9_leaves(small, undisturbed, tmp_path, moment):
+def test_a_copied_run_equals_a_run_after_kill_9(small, undisturbed, tmp_path, moment):
     assert run(small, tmp_path / "run", moment=moment).code == -9
     left, copied = contents(tmp_path / "run"), contents(Path(f"{undisturbed} at {moment}"))
     assert list(left) == list(copied)
@@ -414,7 +414,7 @@ def test_a_run_killed_again_and_again_resumes_to_the_same_bits(small, undisturbe
 
 
 @pytest.mark.parametrize("moment, word", [(None, "finished"), ("row 5", "unfinished")])
-def test_a_run_in_the_way_is_an_error_and_overwrite_replaces_it(small, undisturbed, tmp_path, moment, word):
+def test_an_existing_run_is_an_error_and_overwrite_replaces_it(small, undisturbed, tmp_path, moment, word):
     assert run(small, tmp_path, moment=moment, seed=5).code == (-9 if moment else 0)
     before = contents(tmp_path)
     assert_error(run(small, tmp_path), f"an {word}" if moment else f"a {word}", "--overwrite")
@@ -433,14 +433,14 @@ def test_resume_names_other_arguments_and_finishes(small, tmp_path):
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 13))
 
 
-def test_resume_with_figures_that_the_first_part_did_not_have(small, tmp_path):
+def test_resume_with_metrics_that_the_first_part_did_not_have(small, tmp_path):
     assert run(small, tmp_path, moment="row 5", sample_prompts=0).code == -9
     ended = run(small, tmp_path, "--resume", sample_prompts=4)
     assert ended.code == 0 and "Traceback" not in ended.err, ended.err[-1000:]
 
 
 # -- a loss that is not a number ---------------------------------------------------------
-def test_a_nan_loss_stops_and_names_the_step_and_leaves_the_last_checkpoint(small, undisturbed, tmp_path):
+def test_a_nan_loss_stops_the_run_names_the_step_and_keeps_the_last_checkpoint(small, undisturbed, tmp_path):
     one_micro_batch = {"micro_batch_size": 4}
     ended = run(small, tmp_path, moment="nan 5", **one_micro_batch)
     assert_error(ended, "step 5", "nan", str(tmp_path / "checkpoint"))
@@ -455,7 +455,7 @@ def test_a_nan_loss_stops_and_names_the_step_and_leaves_the_last_checkpoint(smal
 # -- bad input ---------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def bad(small, tmp_path_factory):
-    """A folder of things that cannot be used. Commands run in it."""
+    """A folder of unusable models and data, in which the commands run."""
     folder = tmp_path_factory.mktemp("bad")
     write_rows(folder / "unusable.jsonl", [{"prompt": "copy ant", "completion": ""}, {"foo": 1}])
     write_rows(folder / "long.jsonl", [{"prompt": "copy " + "ant " * 90, "completion": "ant"}] * 3)
@@ -491,7 +491,7 @@ def bad(small, tmp_path_factory):
     ],
     ids=named,
 )
-def test_bad_input_is_one_line_that_says_what_and_where(small, bad, tmp_path, options, words):
+def test_bad_input_is_reported_in_one_line(small, bad, tmp_path, options, words):
     ended = run(small, tmp_path / "out", cwd=bad, **options)
     assert_error(ended, *words)
     assert not (tmp_path / "out" / "model").exists() and not (tmp_path / "out" / "summary.json").exists()
@@ -501,7 +501,7 @@ def test_an_unknown_recipe_is_one_line_with_all_names(small, bad):
     assert_error(processes.script("sft", "rlhf_workflw", cwd=bad), "tiny, base, large, rlhf_workflow")
 
 
-def test_rows_that_cannot_be_used_are_counted_and_named(small, bad, tmp_path):
+def test_unusable_rows_are_counted_and_named(small, bad, tmp_path):
     good = tiny.rows("sft", "train")[:40]
     long = {"prompt": "copy " + "ant " * 90, "completion": "ant"}
     mixed = [long, *good[:20], {"foo": 1}, *good[20:], long, {"prompt": "copy ant", "completion": " "}]
@@ -523,13 +523,13 @@ def test_a_chat_template_file_makes_a_model_without_one_usable(small, bad, tmp_p
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").chat_template == tiny.CHAT_TEMPLATE
 
 
-def test_bad_input_ends_a_real_python_in_the_same_way(tmp_path):
+def test_bad_input_ends_a_real_process_in_the_same_way(tmp_path):
     ended = processes.python(ROOT / "sft.py", "tiny", "--dataset", "nothing.jsonl", cwd=tmp_path)
     assert_error(ended, "nothing.jsonl", "no such file")
     assert len(ended.err.strip().splitlines()) == 1
 
 
-def test_a_model_that_cannot_be_sampled_says_how_to_train_it(small, tmp_path):
+def test_the_error_for_a_model_that_cannot_be_sampled_says_how_to_train_it(small, tmp_path):
     model = indexed_model(tmp_path / "indexed")
     assert_error(run(small, tmp_path / "a", model=model), "the sampler does not know", "--sample-prompts 0")
     assert run(small, tmp_path / "b", model=model, sample_prompts=0).code == 0
@@ -593,7 +593,7 @@ def documents_of(rows):
     return demonstrations.sft_documents(numbered, TOKENIZER, 64, "x")
 
 
-def test_a_response_meets_its_own_prompt_under_every_other_instruction(hir):
+def test_hir_contrasts_a_response_with_all_instructions_for_its_prompt(hir):
     rows = [instructed("Answer well\n\nBe kind"), instructed("Answer badly", "last cat dog", "dog")]
     blocks = hir.under_all_instructions(documents_of(rows), TOKENIZER)
     twins = [instructed("Answer badly\n\nBe kind"), instructed("Answer well", "last cat dog", "dog")]
@@ -631,8 +631,8 @@ def test_hirs_first_step_has_the_losses_of_plain_transformers(hir, micro_batch_s
     assert row["policy/entropy"] == pytest.approx(entropy.mean().item(), rel=1e-4)
 
 
-def test_hir_learns_to_tell_instructions_apart(hir, small, tmp_path, monkeypatch):
-    """Asked well the answer to every prompt is ant, asked badly it is bear."""
+def test_hir_learns_to_distinguish_instructions(hir, small, tmp_path, monkeypatch):
+    """Under the good instruction the answer to every prompt is ant, under the bad one bear."""
     prompts = [row["prompt"] for row in tiny.rows("sft", "train")[:48]]
     answers = ("ant", "bear")
     rows = [instructed(INSTRUCTIONS[i % 2], text, answers[i % 2]) for i, text in enumerate(prompts)]

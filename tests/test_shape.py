@@ -57,7 +57,7 @@ def imports(tree):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests" / "benchmarks").glob("*.py")), ids=lambda p: p.stem)
-def test_what_a_benchmark_uses_of_common_is_there(path):
+def test_names_that_benchmarks_import_exist(path):
     tree = tree_of(path)
     modules = {name: module for name, module in imports(tree).items() if name == module.rpartition(".")[2]}
     for node in ast.walk(tree):

@@ -75,7 +75,7 @@ def test_no_response_beats_the_perfect_answer():
 
 
 @pytest.mark.parametrize("prompt", ["", "reverse", "sing ant fox"])
-def test_a_foreign_prompt_is_an_error(prompt):
+def test_a_prompt_outside_the_tiny_world_is_an_error(prompt):
     with pytest.raises(ValueError, match="tiny world"):
         tiny.gold_reward(prompt, "ant")
 
@@ -156,7 +156,8 @@ def utility_gaps(length_bias, label="helpfulness", assumed_bias=None):
 
 
 def worst_deviation(gaps):
-    """Over bins of the utility gap: how many standard errors the rate of `a` is off the mean sigmoid."""
+    """The largest distance of the rate of `a` from the mean sigmoid, in standard errors, over bins of the utility
+    gap."""
     bins = collections.defaultdict(list)
     for gap, a_won in gaps:
         bins[min(4, max(-4, round(gap)))].append((sigmoid(gap), a_won))
@@ -210,7 +211,7 @@ def test_rankings_are_scored_by_utility_plus_gumbel_noise():
 
 @pytest.mark.parametrize("length_bias, label", [(0.1, "helpfulness"), (0.6, "safety")])
 def test_gold_and_utility_columns_are_what_the_rewards_give(length_bias, label):
-    """u = gold + b * words, the gold reward being the one that the labels follow; also of rankings."""
+    """u = gold + b * words, with the gold reward that the labels follow; also for rankings."""
     gold = {"helpfulness": tiny.gold_reward, "safety": tiny.gold_safety}[label]
     judged = []
     for row in rows("preferences", "test", length_bias=length_bias, label=label):
@@ -279,7 +280,7 @@ COLUMNS = {"sft": {"completion"}, "rankings": {"responses"}, "prompts": set(), "
 COLUMNS |= {"preferences": {"chosen", "rejected", "rating", *map("_".join, OF_EACH_SIDE)}}
 
 
-def test_prompts_with_a_hazard_alone_and_the_others_alone_are_all_prompts():
+def test_hazards_only_and_hazards_no_together_are_all_prompts():
     everything = tiny.rows("prompts", "test")
     named = [row for row in everything if set(row["prompt"].split()) & set(tiny.HAZARDS)]
     assert tiny.rows("prompts", "test", hazards="only") == named and 100 < len(named) < 200
@@ -348,7 +349,7 @@ def test_every_word_of_the_data_is_in_the_vocabulary(tokenizer):
     assert tokenizer("zebra")["input_ids"] == [tokenizer.unk_token_id]  # the check above can fail
 
 
-def test_model_is_small_fits_the_tokenizer_and_is_a_function_of_the_seed_alone(tokenizer):
+def test_the_model_is_small_fits_the_tokenizer_and_depends_only_on_the_seed(tokenizer):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)

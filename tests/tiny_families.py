@@ -178,13 +178,13 @@ def save(name, folder):
 
 
 def plain(folder):
-    """The model of a folder as transformers alone reads it."""
+    """The model of a folder, loaded by plain transformers."""
     kind = transformers.AutoConfig.from_pretrained(folder).architectures[0]
     return getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.no_grad()
 def logprobs_of(model, prompt, response):
-    """log pi of a response's tokens, by a forward of this row alone."""
+    """log pi of a response's tokens, by a forward of only this row."""
     logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]

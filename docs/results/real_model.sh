@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The whole chain on SmolLM2-135M-Instruct (docs/results/real_model.md), on tasks whose answers can be checked. Each
-# step says how long it took; what is finished is not run again:
+# step prints how long it took; finished steps are not repeated:
 #
 #     bash docs/results/real_model.sh                                       seed 0
 #     SEEDS="3 4 5" MODEL=path/to/SmolLM2-135M-Instruct bash docs/results/real_model.sh
-#     STEPS="data sft labels dpo" bash docs/results/real_model.sh           these steps alone, in the order below
+#     STEPS="data sft labels dpo" bash docs/results/real_model.sh           only these steps, in the order below
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 model=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct} tasks=${TASKS:-upper+extract}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Iterative DPO on the tiny world, 3 rounds, three reward models (docs/results/renewed_reward.md); what is finished
-# is not run again:
+# Iterative DPO on the tiny world, 3 rounds, three reward models (docs/results/renewed_reward.md); finished runs
+# are not repeated:
 #   first     runs/reward in every round
 #   once      trained further before the first round, on 6,000 labelled pairs of responses of runs/sft
 #   renewed   trained further in every round, on 2,000 labelled pairs of responses of the newest policy

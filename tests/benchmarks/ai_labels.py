@@ -1,5 +1,5 @@
-"""How well a labeler agrees with people, prompt by prompt: preamble, examples and chain of thought, the table
-of "RLAIF" (arXiv:2309.00267). Every setting is a run of its own; finished ones are not run again.
+"""Measure how well a labeler agrees with human labels for each of its prompts: preamble, examples and chain of
+thought, as in the table of "RLAIF" (arXiv:2309.00267). Every setting is a separate run; finished runs are kept.
 
     python tests/benchmarks/ai_labels.py --model HuggingFaceTB/SmolLM2-135M-Instruct --dataset hh_test.jsonl.gz --rows 200
 """
@@ -19,28 +19,28 @@ from common.scoring import measures
 @dataclass
 class Args:
     model: str
-    """The labeler."""
+    """Model that labels."""
     dataset: str
-    """Pairs with human labels, or rankings, of each of which two pairs are drawn."""
+    """Pairs with human labels, or rankings; two pairs are drawn from each ranking."""
     rows: int = 200
-    """So many of them."""
+    """Number of pairs."""
     thoughts: tuple[bool, ...] = (False, True)
-    """Without and with chain of thought, whose rationales cost most of the time."""
+    """Settings of chain of thought; its rationales take most of the time."""
     chains: int = 1
-    """Rationales to a pair, whose answers are averaged (self-consistency)."""
+    """Rationales per pair, whose answers are averaged (self-consistency)."""
     constitution: str | None = None
-    """A file of principles, of which one is asked for in place of base and detailed."""
+    """File of principles; each question then names one of them instead of the base or detailed preamble."""
     max_new_tokens: int = 64
-    """Longest rationale."""
+    """Length limit of a rationale, in tokens."""
     compute_dtype: str = "float32"
-    """The labeler's; bfloat16 is faster where the processor knows it."""
+    """The labeler's compute dtype; bfloat16 is faster if the processor supports it."""
     folder: str = "runs/ai_labels"
-    """Where the runs go."""
+    """Folder for the runs."""
 
 
 def pairs_of(dataset, path):
-    """A file of pairs: of each ranking two that have no response in common, drawn at random, whose scores
-    differ; other rows as they are."""
+    """Write a file of pairs: from each ranking two random pairs with different scores and no common response; other
+    rows are copied."""
     pairs = []
     for row in mixtures.load_rows(dataset, "preferences", "test"):
         if "responses" not in row.data:

@@ -1,13 +1,13 @@
 """reward.py against advantage_model.py on the tiny world, where the labels' probabilities are known: accuracy
-against Bayes accuracy, calibration, spread over categories, and what e(x) is.
+against Bayes accuracy, calibration, spread over categories, and the error of e(x).
 
     python sft.py
     python tests/benchmarks/calibration.py --seeds 3 --plot docs/results/calibration.png
 
-Regimes: (a) the recipe tiny, all pairs in two epochs; (b) the first 500 pairs, as many steps. Arms: the reward
+Regimes: (a) the recipe tiny, all pairs in two epochs; (b) the first 500 pairs, the same number of steps. Arms: the reward
 model, the advantage model with bounds 2.5 and 5, and with --expected-reward-samples 4. The plot shows the mean
-prediction for pairs of each true probability beside the exact optimum of eq. 6. About 40 seconds an arm, seed and
-regime on two cores."""
+prediction for pairs of each true probability next to the exact optimum of eq. 6. About 40 seconds per arm, seed
+and regime on two cores."""
 
 import argparse
 import importlib
@@ -51,7 +51,7 @@ def optimum(p, bound):
 
 
 def category_spread(rows):
-    """Deviation of the categories' mean scores over that of all scores: 0 where all categories score alike."""
+    """Deviation of the categories' mean scores, divided by that of all scores; 0 if the means are equal."""
     of_category = {row["category"]: [] for row in rows}
     for row in rows:
         of_category[row["category"]] += [response["score"] for response in row["responses"]]
@@ -60,7 +60,7 @@ def category_spread(rows):
 
 
 def run(args, arm, regime, seed, folder):
-    """The final figures of one run, and (utility difference, score difference) of its held-out pairs."""
+    """The final metrics of one run, and (utility difference, score difference) of its held-out pairs."""
     script, options = ARMS[arm]
     module = importlib.import_module(script)
     out = tempfile.mkdtemp(dir=folder)

@@ -1,4 +1,4 @@
-"""What --compute-dtype bfloat16 gives on a CPU: CPU seconds of a training step and of sampling, and the losses.
+"""Measure --compute-dtype bfloat16 on a CPU: CPU seconds of a training step and of sampling, and the losses.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.compute_dtype MODEL DATASET
 

@@ -1,5 +1,5 @@
-"""Decoding with sharded weights, inside `consolidated`, where two ranks share a copy, and with a model that was
-never sharded, on the same ranks in one run.
+"""Measure decoding with sharded weights, inside `consolidated`, with a copy shared by two ranks, and with a model
+that was never sharded, on the same ranks in one run.
 
     torchrun --nproc-per-node 2 tests/benchmarks/consolidated.py
 

@@ -1,6 +1,6 @@
-"""Beside the table of a group of experiments.py: more lines for its page and a picture, by a function of the
-group's name. Each gets the group's Results, gain(arm, only) -> verdicts.Difference of the true reward over the
-first policy on a part of the prompts (experiments.PROMPTS), and the folder of the group's runs."""
+"""Add lines and a picture to the page of a group of experiments.py, with a function named like the group. Each
+function gets the group's Results, gain(arm, only) -> verdicts.Difference of the true reward over the first policy
+on a part of the prompts (experiments.PROMPTS), and the folder of the group's runs."""
 
 from statistics import fmean
 
@@ -18,7 +18,7 @@ def question(row) -> str:
 
 
 def forgetting(results, gain, folder) -> list[str]:
-    """Count the refusals among rehearsed rows; draw what each arm gains where it practises and loses elsewhere."""
+    """Count the refusals among rehearsed rows; draw each arm's gain on its own commands and its loss on others."""
     sets = {"the best of all commands": "best", "any of all commands": "any", "the best of the two commands": "two"}
     of_seeds = lambda name: [files.read_jsonl(folder / str(s) / f"{name}.jsonl") for s in range(results.seeds)]
     rows = {title: sum(of_seeds(name), []) for title, name in sets.items()} | {"SFT's own data": tiny.rows("sft", "train")}
@@ -42,7 +42,7 @@ def forgetting(results, gain, folder) -> list[str]:
 
 
 def points(axis, names, xs, ys):
-    """A point for each name at two Differences, with their intervals, and the name beside it."""
+    """Draw a point for each name at two Differences, with their intervals and the name next to it."""
     labels = []
     for number, (name, x, y) in enumerate(zip(names, xs, ys)):
         bars = {"xerr": [[x.mean - x.low], [x.high - x.mean]], "yerr": [[y.mean - y.low], [y.high - y.mean]]}

@@ -4,12 +4,12 @@
     pip install trl==1.16.0 accelerate         in an environment of its own, whose interpreter is --trl-python
     python tests/benchmarks/dpo.py --dataset hh.jsonl.gz --trl-python trl/bin/python
 
-Offline: one epoch over pairs of at most 512 tokens a side, 8 a step, the reference a model of its own. Our time
-has the reference's log probabilities of all pairs in it, computed before the first step; `unshared` is ours with
-a row for each response. Online: 16 prompts of at most 128 tokens, 2 responses of at most 64 tokens each, a step;
-ours has an iteration for each step, with its sampling, scoring, reference and export. All are Llamas of random
-weights in fp32 (hidden 256, 6 layers, the vocabulary of --tokenizer), whose responses end with a chance of about
-1/64 a token. They take turns, ratios are taken turn by turn, the first 2 steps of each do not count."""
+Offline: one epoch over pairs of at most 512 tokens per side, 8 per step, with a separate reference model. Our time
+includes the reference's log probabilities of all pairs, computed before the first step; `unshared` is ours with
+one row per response. Online: each step has 16 prompts of at most 128 tokens and 2 responses of at most 64 tokens to
+each; ours has one iteration per step, with sampling, scoring, reference and export. All are Llamas with random
+weights in fp32 (hidden 256, 6 layers, the vocabulary of --tokenizer), whose responses end at each token with a
+probability of about 1/64. They take turns, ratios are per turn, and the first 2 steps of each do not count."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""How many of N torchrun programs that use FSDP2 on gloo end with exit code 0. (Without dist.shutdown
+"""Count how many of N torchrun programs that use FSDP2 on gloo end with exit code 0. (Without dist.shutdown
 some abort in the interpreter's teardown, after all their work is done.)
 
     python tests/benchmarks/exit_codes.py [N]              50 by default; "N of N ended with exit code 0"

@@ -1,6 +1,6 @@
 """Experiments on the tiny world: arms that differ in one thing, compared on the same held-out prompts by the true
-reward, or as scorers on the same labelled pairs. Every arm and seed is a run of its own in runs/experiments;
-they begin with the quickstart's runs and those of runs/begin; what is finished is not run again.
+reward, or as scorers on the same labelled pairs. Every arm and seed is a separate run in runs/experiments. They
+start from the quickstart's runs and those of runs/begin; finished runs are not repeated.
 
     python tests/benchmarks/experiments.py                     all, 4 to 5 hours of a core
     python tests/benchmarks/experiments.py dpo pool --publish
@@ -53,26 +53,26 @@ class Claim:
     """Two arms, or two curves at equal KL, compared; with a row, that row's claim and its verdict."""
 
     after: str
-    """An arm, or the name of a curve (sweep), of which `kl` says the point."""
+    """An arm, or the name of a curve (sweep) read at `kl`."""
     before: str = "first"
-    """An arm, a curve, or first: what Group.first names; where arms are scorers, an arm."""
+    """An arm, a curve, or first, which is Group.first; for scorers, an arm."""
     row: int = 0
-    """Of docs/results/claims.md, whose result and verdict this writes; 0: a line of the group's table alone."""
+    """Row of docs/results/claims.md whose result and verdict this writes; 0: only a line of the group's table."""
     says: Literal["more", "less", "no less"] = "more"
-    """What the paper says of after over before."""
+    """The paper's claim about after compared with before."""
     kl: tuple[float, ...] = ()
-    """Nats of a response, chosen before the runs: the mean difference of two curves there."""
+    """Nats per response, chosen before the runs, at which two curves are compared (the mean over these)."""
     column: str = "gold"
     """gold, kl, tokens, harmless (share, of prompts with a hazard), right (of scorers), or a key of a run's
     metrics after training."""
     margin: float = 0.05
-    """A difference that matters, in the column's unit: "no difference" is an interval inside plus and minus it."""
+    """Smallest difference that matters, in the column's unit; an interval within plus and minus it is "no difference"."""
     only: str = ""
-    """Of PROMPTS: those that count."""
+    """Key of PROMPTS: the prompts that count."""
     prompts: int = 0
     """Which of the group's sets of held-out prompts."""
     label: str = ""
-    """Comes before the difference in docs/results/claims.md, where a row has several."""
+    """Label of the difference in docs/results/claims.md, if a row has several."""
     by_construction: str = ""
     """Why the claim cannot fail in this world: the verdict is then "true by construction"."""
 
@@ -84,15 +84,15 @@ class Group:
     an arm of another group."""
     claims: tuple[Claim, ...] = ()
     first: str = "runs/sft"
-    """The policy that all are compared with, maybe of a {seed}; "" where arms are scorers."""
+    """The policy that all arms are compared with, possibly one per {seed}; "" if arms are scorers."""
     prompts: tuple[str, ...] = ("tiny",)
     """One table for each set of held-out prompts."""
     begin: dict[str, str] = field(default_factory=dict)
     """File or folder of `out`: the command that makes it for the arms."""
     parts: tuple[str, ...] = ()
-    """Of PROMPTS: what the table shows the gain on, with its interval; (): with and without a hazard."""
+    """Keys of PROMPTS on which the table shows the gain with its interval; (): with and without a hazard."""
     seeds: int = 3
-    """Seeds 0, 1, ..., unless --seeds says another number."""
+    """Number of seeds 0, 1, ..., unless --seeds is given."""
 
 
 def name_of(arm):
@@ -149,7 +149,7 @@ def sweep(name, flag, values, command):
 
 
 def rung(scorer, prompts, flags=""):
-    """Online DPO by a scorer, with so many prompts an iteration that about 1,480 of all give a pair."""
+    """Online DPO with a scorer and enough prompts per iteration for about 1,480 pairs in total."""
     return f"dpo_iterative {BARE} --scorer {scorer} --prompts-per-iteration {prompts} {flags}"
 
 
@@ -266,7 +266,7 @@ GROUPS = {
             f"--clusters 8 --dataset {HALF}"
         },
     ),
-    "forgetting": Group(  # PPO practises two of eight commands, hard
+    "forgetting": Group(  # PPO trains on two of eight commands, at a high learning rate
         {
             "PPO": HARD,
             "rehearsed: the best of all commands": f"{HARD} --rehearsal-data {{out}}/best.jsonl",
@@ -313,7 +313,7 @@ GROUPS = {
         ),
         seeds=4,
     ),
-    "hazards": Group(  # the recipes forget to refuse; rows of group forgetting
+    "hazards": Group(  # the recipes unlearn refusals; with rows of the group forgetting
         {
             "`ppo.py`": PPO,
             "the same, rehearsed: the best of all commands": f"{PPO} --rehearsal-data {ROWS}/best.jsonl",
@@ -354,7 +354,7 @@ GROUPS = {
             ),
         ),
     ),
-    "ladder": Group(  # online DPO, and how far what judges the responses is from the truth
+    "ladder": Group(  # online DPO with judges closer and closer to the truth
         {
             "offline, given pairs, annotators": f"dpo_iterative {BARE} {GIVEN}",
             "offline, SFT's responses, 2, annotators": rung(ANNOTATORS, 2070, f"{ONCE} --n-samples 2"),
@@ -689,12 +689,12 @@ GROUPS = {
 
 
 def prompts(file):
-    """500 prompts, so that with as many an iteration each of them returns."""
+    """Write 500 prompts: with 500 per iteration, each of them returns in every iteration."""
     files.write_jsonl(file, tiny.rows("prompts", "train")[:500])
 
 
 def half(folder):
-    """A model of random weights with half of the tiny one's hidden size."""
+    """Make a model with random weights and half of the tiny one's hidden size."""
     torch.manual_seed(0)
     config = tiny.model().config
     config.hidden_size //= 2
@@ -706,7 +706,7 @@ def half(folder):
 
 
 def patched(file):
-    """dpo_iterative.py, changed into cpl.py."""
+    """Change dpo_iterative.py into cpl.py."""
     subprocess.run(
         ["patch", "-s", "-o", file, peers.ROOT / "dpo_iterative.py", peers.ROOT / "docs" / "learn" / "cpl.patch"],
         check=True,
@@ -714,7 +714,7 @@ def patched(file):
 
 
 def pools(file) -> list[dict]:
-    """The pools of two phases beside a file, the second one's as iteration 4."""
+    """Join the pools of two phases, which are next to the file; the second one's rows become iteration 4."""
     first, last = (files.read_jsonl(file.parent / phase / "pool.jsonl") for phase in ("phase_1", "phase_2"))
     return first + [{**row, "iteration": 4} for row in last]
 
@@ -724,7 +724,7 @@ def both_pools(file):
 
 
 def some_of_pools(file):
-    """The responses to 500 of the prompts, as many as one iteration has, drawn at random."""
+    """Keep the responses to 500 random prompts, as many as one iteration has."""
     rows = pools(file)
     questions = sorted({row["prompt"][-1]["content"] for row in rows})
     chosen = set(random.Random(0).sample(questions, 500))
@@ -749,7 +749,7 @@ MADE_HERE |= {"both pools": both_pools, "some of both pools": some_of_pools}
 
 # -- runs ------------------------------------------------------------------------------------------
 def run(command, out, seed):
-    """Of a script, or of a program with -m; a file that is there, and a finished run, stay as they are."""
+    """Run a script, or a program with -m. Existing files and finished runs are kept."""
     words = shlex.split(command)
     if words[0] != "-m":
         recipe = [] if words[1:] and not words[1].startswith("-") else ["tiny"]
@@ -774,7 +774,7 @@ def run(command, out, seed):
 
 
 def of_its_own(name, arm) -> tuple[str, str]:
-    """The group and the arm that run an arm: another group's where its command is "=GROUP/FOLDER"."""
+    """Return the group and the arm that run an arm: another group's if its command is "=GROUP/FOLDER"."""
     command = GROUPS[name].arms[arm]
     if not command.startswith("=") or command.startswith("={out}/"):
         return name, arm
@@ -783,14 +783,14 @@ def of_its_own(name, arm) -> tuple[str, str]:
 
 
 def folder_of(name, arm, seed) -> Path:
-    """Of an arm's run, or what the group's begin made, "={out}/FOLDER"."""
+    """Return the folder of an arm's run, or one that the group's begin made, "={out}/FOLDER"."""
     group, of_group = of_its_own(name, arm)
     out, command = FOLDER / group / str(seed), GROUPS[group].arms[of_group]
     return Path(command[1:].format(out=out)) if command.startswith("={out}/") else out / name_of(of_group)
 
 
 def run_arm(name, arm, seed) -> Path:
-    """The folder of an arm's run, once it has run."""
+    """Run an arm if necessary, and return its folder."""
     folder = folder_of(name, arm, seed)
     group, of_group = of_its_own(name, arm)
     command = GROUPS[group].arms[of_group]
@@ -801,7 +801,7 @@ def run_arm(name, arm, seed) -> Path:
 
 
 def begin(name, seed):
-    """Make what a group's arms begin with."""
+    """Make the files and runs that a group's arms start from."""
     out = FOLDER / name / str(seed)
     out.mkdir(parents=True, exist_ok=True)
     for file, command in GROUPS[name].begin.items():
@@ -812,12 +812,12 @@ def begin(name, seed):
 
 
 def groups_of(name) -> list[str]:
-    """The group, after those whose arms it shares."""
+    """List the groups whose arms this one shares, then the group itself."""
     return [*{of_its_own(name, arm)[0] for arm in GROUPS[name].arms} - {name}, name]
 
 
 def times(name, group, seeds) -> str:
-    """How long the arms' runs took, from their first file to their last."""
+    """Return how long the arms' runs took, from their first file to their last."""
     folders = {folder_of(name, arm, seed) for arm in group.arms for seed in range(seeds)}
     time_of = lambda folder, file: (folder / file).stat().st_mtime
     took = [time_of(folder, "summary.json") - time_of(folder, "args.json") for folder in folders]
@@ -830,7 +830,7 @@ def scorer_of(command, arm) -> str:
 
 
 def run_group(name, seed) -> list[str]:
-    """The arms of one seed, and their answers, or their scores. The commits that ran the arms."""
+    """Run the arms of one seed, and get their answers or scores. Returns the commits that ran the arms."""
     group, out = GROUPS[name], FOLDER / name / str(seed)
     for shared in groups_of(name):
         begin(shared, seed)
@@ -860,7 +860,7 @@ SHARES = ("right", "harmless")  # columns
 
 @dataclass
 class Results:
-    """What the arms of a group said in all seeds."""
+    """The answers, or scores, of a group's arms in all seeds."""
 
     arms: list[str]
     seeds: int
@@ -894,7 +894,7 @@ class Results:
         return weights if along is not None else None
 
     def compare(self, claim: Claim) -> verdicts.Difference | None:
-        """None where a curve does not reach the KL in every seed."""
+        """Compare the two sides of a claim; None if a curve does not reach the KL in every seed."""
         pairs = [(self.weights(claim.after, x), self.weights(claim.before, x)) for x in claim.kl or (None,)]
         if any(side is None for pair in pairs for side in pair):
             return None
@@ -930,7 +930,7 @@ def by_seed(x: verdicts.Difference, column) -> str:
 
 
 def table(name, group, seeds, evaluation="evaluate") -> list[str]:
-    """A line an arm: what it gains over the first policy, or which pairs it puts in order."""
+    """Make a table with a line per arm: its gain over the first policy, or the share of pairs in correct order."""
     results, lines = read(name, group, seeds, evaluation), []
     parts = group.parts or ("no hazard", "hazard")
     if not group.first:
@@ -952,7 +952,7 @@ def table(name, group, seeds, evaluation="evaluate") -> list[str]:
 
 
 def judge(name, group, seeds) -> list[dict]:
-    """A group's claims: what docs/results/tables/NAME.jsonl says of each."""
+    """Judge a group's claims; returns the lines of docs/results/tables/NAME.jsonl."""
     lines, results = [], {}
     for claim in group.claims:
         evaluation = f"evaluate{claim.prompts or ''}"
@@ -964,7 +964,7 @@ def judge(name, group, seeds) -> list[dict]:
 
 
 def verdict_of(line) -> str:
-    """Of a line of judge; of a claim that is true by construction without its difference."""
+    """Return the verdict of a line of judge; a claim that is true by construction has no difference."""
     if line["by_construction"]:
         return f"true by construction: {line['by_construction']}"
     x = line["difference"]
@@ -972,7 +972,7 @@ def verdict_of(line) -> str:
 
 
 def result_of(line) -> str:
-    """The difference and its interval; where that is no finding, the difference that the test would have seen."""
+    """Format the difference and its interval; if it is inconclusive, also the difference that the test would have seen."""
     if not line["difference"]:
         return "a curve does not reach this KL in every seed"
     x = verdicts.Difference(**line["difference"])
@@ -986,7 +986,7 @@ def result_of(line) -> str:
 
 
 def comparisons_of(lines) -> list[str]:
-    """A table of claims and comparisons. lines: of judge."""
+    """Make a table of claims and comparisons. lines: results of judge."""
     cells = []
     for line in lines:
         against = "" if line["before"] == "first" else f", over {line['before']}"
@@ -1002,8 +1002,8 @@ def comparisons_of(lines) -> list[str]:
 
 
 def cells_of(row, shown, root=peers.ROOT) -> str:
-    """Result and verdict of a row of docs/results/claims.md, from all files of docs/results/tables. Where none has the row:
-    `shown`, its cells as they are, but for the verdict of a claim that is true by construction."""
+    """Return result and verdict of a row of docs/results/claims.md, from all files of docs/results/tables. If no file
+    has the row, return its cells `shown` unchanged, except for the verdict of a claim true by construction."""
     lines = []
     for file in sorted(Path(root, "docs", "results", "tables").glob("*.jsonl")):
         lines += [line for line in files.read_jsonl(file) if line["row"] == row]
@@ -1020,13 +1020,13 @@ def cells_of(row, shown, root=peers.ROOT) -> str:
 
 
 def markdown(titles, lines) -> list[str]:
-    """The lines of a table. lines: of each its cells."""
+    """Format a table in markdown. lines: lists of cells."""
     line = lambda cells: "".join(f"| {cell} " if cell else "| " for cell in cells) + "|"
     return [line(titles), "|---" * len(titles) + "|", *map(line, lines)]
 
 
 def temperatures(name, group, seeds):
-    """Those that a sweep chose before each iteration, by seed."""
+    """Return the temperatures that the sweep chose before each iteration, by seed."""
     for arm, seed in [(arm, seed) for arm in group.arms for seed in range(seeds)]:
         summary = files.read_json(FOLDER / name / str(seed) / name_of(arm) / "summary.json")
         versions = summary["versions"].values()
@@ -1035,7 +1035,7 @@ def temperatures(name, group, seeds):
 
 
 def publish(name, lines, root=peers.ROOT):
-    """docs/results/tables/NAME.md, and the same lines between the two comments of a page that name it."""
+    """Write docs/results/tables/NAME.md, and the same lines between the two comments of a page that name it."""
     text, places = "\n".join(lines) + "\n", 0
     place = re.compile(rf"(<!-- results/{name}\.md -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
     for page in (Path(root, "README.md"), *Path(root, "docs").glob("*/*.md")):
@@ -1048,7 +1048,7 @@ def publish(name, lines, root=peers.ROOT):
 
 
 def publish_claims(name, lines, root=peers.ROOT):
-    """docs/results/tables/NAME.jsonl, and the rows of docs/results/claims.md that these files have."""
+    """Write docs/results/tables/NAME.jsonl, and the rows of docs/results/claims.md that these files contain."""
     files.write_jsonl(Path(root, "docs", "results", "tables", f"{name}.jsonl"), lines)
     page = Path(root, "docs", "results", "claims.md")
     place = re.compile(r"(?<=<!-- claim )(\d+)( -->)(.*?)(?=<!-- end -->)")
@@ -1063,20 +1063,20 @@ def publish_claims(name, lines, root=peers.ROOT):
 class Args:
     groups: tyro.conf.Positional[tuple[Literal[tuple(GROUPS)], ...]] = tuple(GROUPS)
     seeds: int | None = None
-    """Seeds 0, 1, ... of prompts, samples and order; RUNS have seed 0. None: as many as the group says."""
+    """Number of seeds 0, 1, ... of prompts, samples and order; RUNS have seed 0. Default: the group's number."""
     publish: bool = False
     """Write the tables into docs/."""
 
 
 def commands_of(name) -> list[str]:
-    """All that a group runs."""
+    """List all commands of a group."""
     runners = [of_its_own(name, arm) for arm in GROUPS[name].arms]
     made = [command for group in groups_of(name) for command in GROUPS[group].begin.values()]
     return [GROUPS[name].first, *made, *(GROUPS[group].arms[arm] for group, arm in runners)]
 
 
 def begun(names) -> dict[str, str]:
-    """Those of RUNS that the groups begin with, in order."""
+    """List the RUNS that the groups start from, in order."""
     words = " ".join(command for name in names for command in commands_of(name))
     needed = {"runs/sft", "runs/reward"}  # the scripts' defaults
     for path, command in reversed(RUNS.items()):

@@ -4,8 +4,8 @@ save_pretrained, through the sampler and four scripts. Prints the table of docs/
     python tests/benchmarks/families.py                       all families, some 20 minutes on two CPU cores
     python tests/benchmarks/families.py --only "Gemma 3" gpt-oss --stages sampler sft
 
-A cell is `works`; `refused`, with the line that says so; `WRONG`, where a figure is not that of transformers'
-own forward or generate; or `crash`.
+A cell is `works`; `refused`, with the error's line; `WRONG`, if a number differs from that of transformers' own
+forward or generate; or `crash`.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ from common.loading import pretrained
 
 # -- stages: each gives None or a note, or raises ------------------------------------------------------------
 class Wrong(Exception):
-    """A figure that is not transformers' own."""
+    """A number that differs from transformers' own."""
 
 
 def encoded(prompt, response):
@@ -124,7 +124,7 @@ def run_reward(folder):
 
 
 def run_ppo(folder):
-    """Two rollouts, of which the second moves the policy; the reward model is run_reward's, if it works."""
+    """Run two rollouts; the second one changes the policy. The reward model is run_reward's, if that works."""
     scorer = f"{folder}/reward" if Path(folder, "reward/summary.json").exists() else "common.data.tiny:gold_scorer"
     _, rows = run(
         ppo, folder, "prompts", scorer=scorer, iterations=2, prompts_per_iteration=4, max_new_tokens=16,
@@ -173,7 +173,7 @@ class Args:
 
 
 def cell(stage, folder):
-    """What comes of a stage, in one line."""
+    """Run a stage and return its result in one line."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             return STAGES[stage](folder) or "works"
@@ -189,7 +189,7 @@ def cell(stage, folder):
 
 
 def table(answers, stages):
-    """Markdown of {family: cells}: eight families with the same answers a row, what is said stands below."""
+    """Markdown of {family: cells}: up to eight families with equal cells per row, and the errors' lines below."""
     alike, said = {}, {"works": 0}
     for name, cells in answers.items():
         for text in cells:

@@ -1,11 +1,11 @@
 """A new user's first hour with a pretrained chat model and rows of their own: SFT, PPO with a function, a
-reward model and offline DPO, each by a command with no flag but model, data, scorer and output directory, and
-what the model that it wrote has gained, on rows that no run saw, over the one that it began with.
+reward model and offline DPO, each by a command with no flags except model, data, scorer and output directory. It
+measures the gain of each model over the one that it started from, on rows that no run saw.
 
     python tests/benchmarks/first_hour.py --model DIR --rankings rankings.jsonl.gz
 
-The rows, short for a CPU, are made of rankings (docs/use/data.md). What is finished is not run again; what it
-printed is in --folder/NAME.log. --more 'ppo --iterations 6' adds flags where a command takes too long.
+The rows, short for a CPU, are made of rankings (docs/use/data.md). Finished runs are not repeated; their
+output is in --folder/NAME.log. --more 'ppo --iterations 6' adds flags to a command that takes too long.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python tests/benchmarks/kl.py runs/ppo runs/ppo_weak
 
-Sampled: sums over a response; bias: less the KL over the whole vocabulary summed along it, which is unbiased.
+Sampled: sums over a response; bias: minus the KL over the whole vocabulary summed along it, which is unbiased.
 Enumerated: all responses of at most two tokens, so that all is exact; the gradient of an estimate as a reward
-(REINFORCE) and as a loss beside the KL's own: cosine, ratio of lengths."""
+(REINFORCE) and as a loss, compared with the KL's own: cosine, ratio of lengths."""
 
 import sys
 
@@ -42,7 +42,7 @@ def enumerated(policy, reference, prompts):
         rows = [prompt.ids + [token] for token in tokens.tolist()]
         (p1, p2), (q1, q2) = (log_probs(model, rows)[:, -2:].unbind(1) for model in (policy, reference))
         probs = (p1[0][:, None] + p2).exp() / len(prompts)  # (V, V), of first and second token
-        for kind in KINDS:  # behind an end token nothing counts
+        for kind in KINDS:  # after an end token nothing counts
             second = kl_estimate(p2, q2, kind).masked_fill((tokens == TOKENIZER.eos_token_id)[:, None], 0.0)
             x = kl_estimate(p1[0], q1[0], kind)[:, None] + second
             new = (probs * x, probs * x**2, probs * x.detach(), probs.detach() * x)

@@ -1,14 +1,14 @@
-"""How far from the machine's limit each part is: its useful operations, and where it decodes the bytes that
-it must read, by the time it takes, over the rates of an fp32 matrix product and of a copy just before it.
+"""Measure how far each part is from the machine's limit: its useful operations per second and, for decoding, the
+bytes per second that it must read, relative to an fp32 matrix product and to a copy measured just before it.
 
     python tests/benchmarks/limits.py --profile    a Llama of random weights, hidden 512, 8 layers, vocabulary
     8,192, or --model FOLDER; and the operators with most time of their own, in one turn more
 
 Useful operations of a forward: 2 a token for each weight between embedding and unembedding, 2 for each of the
-unembedding where a probability is asked for; with its backward three times that. A prompt counts once for the
-responses of its pair, or of its n. Attention's products, optimiser, padding, what is computed again: nothing.
+unembedding if a probability is computed; with its backward three times that. A prompt counts once for the
+responses of its pair, or of its n. Attention's products, the optimiser, padding and recomputation do not count.
 Bytes: these weights once a step, keys and values of each row. Prompts have 32 to 256 tokens, given responses
-16 to 128; of sampled ones a token in 64 is an end, and 128 are the most."""
+16 to 128; sampled ones end at each token with probability 1/64, at the latest after 128."""
 
 import functools
 import statistics

@@ -1,5 +1,5 @@
-"""The most bytes of tensors that a rank holds at once, beside docs/use/gpus.md's arithmetic, without GPU or weights:
-the scripts' update functions and the sampler run on tensors without content, with --ranks that are not there.
+"""Compute a rank's peak memory of tensors, next to the arithmetic of docs/use/gpus.md, without a GPU or weights: the
+scripts' update functions and the sampler run on tensors without content, with --ranks simulated ranks.
 
     python tests/benchmarks/memory.py --ranks 8 64 512
     python tests/benchmarks/memory.py --model llama3-70b --ranks 8 64 512 --share 8
@@ -66,7 +66,7 @@ class Storages(TorchDispatchMode):
 
 
 class Pretend(Storages):
-    """What a model computes is a fake tensor, whose storage is counted; ids, masks and lengths are real."""
+    """Models compute with fake tensors, whose storage is counted; ids, masks and lengths are real."""
 
     def __init__(self):
         super().__init__()

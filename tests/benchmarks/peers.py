@@ -1,5 +1,5 @@
-"""What benchmarks share: models of random weights, a clock for transformers' trainers, programs that take
-turns."""
+"""Shared parts of the benchmarks: models with random weights, a clock for transformers' trainers, programs that
+take turns."""
 
 import argparse
 import json
@@ -106,7 +106,7 @@ def tool(module, out, flags) -> dict:
 
 
 def last_line(command):
-    """The JSON that a program prints last; where it fails, we end with its error."""
+    """Return the JSON that a program prints last; if it fails, end with its error."""
     out = subprocess.run(command, capture_output=True, text=True)
     if out.returncode:
         sys.exit(out.stderr[-2000:])

@@ -1,5 +1,5 @@
-"""Bring the pictures in docs/ up to date from the plots that runs left. One whose run is not there stays as it
-is, and what makes it is said.
+"""Update the pictures in docs/ from the plots of runs. A picture whose run is missing stays, and the command that
+makes it is printed.
 
     python tests/benchmarks/pictures.py                     after the quickstart
 """
@@ -33,9 +33,9 @@ LARGEST = 100_000  # bytes: a repository keeps every version for ever
 @dataclass
 class Args:
     runs: str = "runs"
-    """Where the runs are."""
+    """Folder of the runs."""
     docs: str = str(ROOT / "docs" / "results")
-    """Where the pictures go."""
+    """Folder for the pictures."""
 
 
 def main(args: Args):

@@ -4,10 +4,10 @@ of the process.
     pip install trl==1.9.2          in an environment of its own, whose interpreter is --trl-python
     python tests/benchmarks/ppo.py --dataset hh.jsonl.gz --trl-python trl/bin/python
 
-Both: 8 episodes a rollout, minibatches of 2, 4 passes, prompts of at most 128 tokens, at most 64 new ones; four
-Llamas of random weights in fp32 (hidden 256, 6 layers, the vocabulary of --tokenizer), whose responses end with
-a chance of about 1/64 a token. They take turns, ratios are taken turn by turn, the first 2 rollouts of each do
-not count."""
+Both: 8 episodes per rollout, minibatches of 2, 4 passes, prompts of at most 128 tokens, at most 64 new ones; four
+Llamas with random weights in fp32 (hidden 256, 6 layers, the vocabulary of --tokenizer), whose responses end at
+each token with a probability of about 1/64. They take turns, ratios are per turn, and the first 2 rollouts of each
+do not count."""
 
 import json
 import tempfile

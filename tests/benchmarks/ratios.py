@@ -1,5 +1,5 @@
-"""Held-out figures of runs of advantage_model.py --n-others K on the tiny world, with the true ratios of eq. 8 and
-with 1 in their place, as they count outside training: python tests/benchmarks/ratios.py RUN ..."""
+"""Held-out metrics of runs of advantage_model.py --n-others K on the tiny world, with the true ratios of eq. 8 and
+with ratios of 1, as they count outside training: python tests/benchmarks/ratios.py RUN ..."""
 
 import sys
 

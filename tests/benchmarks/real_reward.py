@@ -1,4 +1,4 @@
-"""Print what the methods of docs/results/real_reward.sh gain and some of their answers, and draw their rollouts.
+"""Print the gains of the methods of docs/results/real_reward.sh and some of their answers, and draw their rollouts.
 
 python tests/benchmarks/real_reward.py FOLDER SEEDS"""
 
@@ -25,8 +25,8 @@ def differences(before: list[dict], after: list[dict]) -> list[float]:
 
 
 def spread(gains: list[list[float]]) -> tuple[float, int]:
-    """The standard deviation of a gain over seeds, pooled over methods, and its degrees of freedom. gains: of each
-    method those of its seeds."""
+    """The standard deviation of a gain over seeds, pooled over methods, and its degrees of freedom. gains: for each
+    method, those of its seeds."""
     several = [of_seeds for of_seeds in gains if len(of_seeds) > 1]
     freedom = sum(len(of_seeds) - 1 for of_seeds in several)
     squares = sum((len(of_seeds) - 1) * statistics.variance(of_seeds) for of_seeds in several)
@@ -36,7 +36,7 @@ def spread(gains: list[list[float]]) -> tuple[float, int]:
 def gain(before: list[list[dict]], after: list[list[dict]], deviation=0.0, freedom=0) -> tuple[float, float]:
     """The mean difference, after - before, and half of its 95 % interval: the wider one of two, which take the
     prompts (all answers to one are a cluster) or the seeds as drawn at random. before, after: for each seed the
-    rows of its answers; the others: as spread gives them, where several seeds were measured."""
+    rows of its answers; the others: as returned by spread, if several seeds were measured."""
     of_prompt = {}
     for rows_before, rows_after in zip(before, after, strict=True):
         for row, difference in zip(rows_before, differences(rows_before, rows_after)):
@@ -70,7 +70,7 @@ def minutes(folders) -> dict[str, float]:
 
 
 def gains(folders) -> list[str]:
-    """The table: right answers to the held-out prompts before and after each method, in the seeds that have it."""
+    """Make the table: correct answers to held-out prompts before and after each method, in the seeds that have it."""
     answers = read(folders)
     of_cpu = minutes(folders)
     tasks = [*dict.fromkeys(row["category"] for row in answers["sft"][folders[0]])]
@@ -101,7 +101,7 @@ def gains(folders) -> list[str]:
 
 
 def samples(folders) -> list[str]:
-    """The first six held-out prompts of the last seed, with each policy's answer; what is right is bold."""
+    """The first six held-out prompts of the last seed, with each policy's answer; correct ones are bold."""
     answers = {policy: by_seed[folders[-1]][:6] for policy, by_seed in read(folders[-1:]).items()}
     lines = []
     for same in zip(*answers.values()):
@@ -112,7 +112,7 @@ def samples(folders) -> list[str]:
 
 
 def rollouts(run) -> tuple[int, list[float]]:
-    """The responses of a rollout of a run, and of each rollout the share that is right."""
+    """Return the responses per rollout of a run, and the share of correct ones in each rollout."""
     args = files.read_json(run / "args.json")["args"]
     shares = []
     for row in files.read_jsonl(run / "metrics.jsonl"):
@@ -121,8 +121,8 @@ def rollouts(run) -> tuple[int, list[float]]:
 
 
 def draw(folders, path):
-    """The share of right answers in each rollout by the responses sampled before it, and at the end that of the
-    held-out prompts; thin: a seed."""
+    """Draw the share of correct answers in each rollout by the number of responses sampled before it, and at the end
+    that on held-out prompts. Thin lines: single seeds."""
     drawing, [axis] = plots.figure(1, (6.4, 3.8))
     ends = []
     for number, (method, by_seed) in enumerate(list(read(folders).items())[1:]):

@@ -38,7 +38,7 @@ Sam""".split()
 THINGS = "apples books coins dogs eggs flowers goats hats keys lamps maps nuts pens rings shoes toys".split()
 
 
-# -- the tasks: a prompt and its one right answer --------------------------------------------------
+# -- the tasks: a prompt and its one correct answer --------------------------------------------------
 def add(rng):
     a, b = rng.randint(10, 99), rng.randint(10, 99)
     return f"What is {a} + {b}?", str(a + b)
@@ -80,7 +80,7 @@ def rows(tasks: str, n: int, seed) -> list[dict]:
 
 
 def correct(prompts, responses, rows):
-    """The truth: 1 for the right answer and nothing else, otherwise 0."""
+    """Return the true reward: 1 for exactly the correct answer, otherwise 0."""
     return [float(text.strip() == row["completion"]) for text, row in zip(responses, rows)]
 
 
@@ -94,8 +94,8 @@ def data(tasks, seed, folder):
 
 
 def labelled(answers, flipped, rng) -> list[dict]:
-    """Of the answers to each prompt, [(question, text, whether it is right)], a right and a wrong one, where
-    there are both: the last ones. A label is wrong with the probability `flipped`."""
+    """Pair a correct with a wrong answer to each prompt that has both, the last of each, from [(question, text,
+    whether it is correct)]. A label is wrong with probability `flipped`."""
     of_prompt, pairs = {}, []
     for question, text, right in answers:
         of_prompt.setdefault(question, {})[right] = text
@@ -130,8 +130,8 @@ def label(policy, prompts, flipped, seed, file):
 
 
 def likely(folder, *names):
-    """FOLDER/likely.jsonl: how probable policies find the right answers to held-out prompts, and the end after
-    them."""
+    """Write FOLDER/likely.jsonl: the policies' probabilities of the correct answers to held-out prompts, and of the
+    end after them."""
     found, tokenizer = [], pretrained.load_tokenizer(f"{folder}/sft")
     for name in names:
         model = pretrained.load_policy(f"{folder}/{name}", tokenizer).eval()
@@ -150,7 +150,7 @@ def likely(folder, *names):
 
 # -- tables: lines of markdown, from what all seeds wrote -------------------------------------------
 def right(path, truth) -> list[dict]:
-    """The rows of answers in this file, with whether each is right, and its task. truth: the file of prompts."""
+    """Read the rows of answers in this file, and mark whether each is correct, and its task. truth: the file of prompts."""
     of_prompt = {row["prompt"]: row for row in files.read_jsonl(truth)}
     rows = files.read_jsonl(path)
     for row in rows:
@@ -160,7 +160,7 @@ def right(path, truth) -> list[dict]:
 
 
 def gains(folders) -> list[str]:
-    """Differences to SFT on the same held-out prompts, of the truth and of the reward model's score (proxy)."""
+    """Differences to SFT on the same held-out prompts, in correct answers and in the reward model's score (proxy)."""
     rows, parts = {}, dict.fromkeys(["all", *folders])
     for folder in folders:
         for row in right(folder / "answers" / "samples.jsonl", folder / "test.jsonl"):
@@ -190,7 +190,7 @@ def gains(folders) -> list[str]:
 
 
 def ranked(folders) -> list[str]:
-    """How often a scorer prefers the right one of two answers of SFT to a held-out prompt."""
+    """Measure how often a scorer prefers the correct one of two answers of SFT to a held-out prompt."""
     rows = {}
     for folder in folders:
         for row in files.read_jsonl(folder / "scorers" / "samples.jsonl"):
@@ -206,7 +206,7 @@ def ranked(folders) -> list[str]:
 
 
 def rounds(folders) -> list[str]:
-    """Iterative DPO's answers, round by round: what the reward model says of them, and the truth."""
+    """Iterative DPO's answers, round by round: the reward model's scores, and the share of correct ones."""
     by_task = {}
     for folder in folders:
         for row in right(folder / "iterative" / "pool.jsonl", folder / "prompts.jsonl"):
@@ -230,7 +230,7 @@ def rounds(folders) -> list[str]:
 
 
 def samples(folders) -> list[str]:
-    """The first prompts of the first seed on which answers differ in truth; what is right is bold."""
+    """The first prompts of the first seed to which some answers are correct and others not; correct ones are bold."""
     by_policy, folder = {}, folders[0]
     for row in right(folder / "answers" / "samples.jsonl", folder / "test.jsonl"):
         by_policy.setdefault(row["policy"], []).append(row)

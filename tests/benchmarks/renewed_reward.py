@@ -21,7 +21,7 @@ utility = lambda prompt, text: tiny.gold_reward(prompt, text) + 0.1 * len(text.s
 
 
 def label(policy, n_pairs, seed, file):
-    """So many pairs of different responses of a policy to training prompts, at most two of a prompt."""
+    """Make this number of pairs of different responses of a policy to training prompts, at most two per prompt."""
     rng, tokenizer, rows = random.Random(f"{seed}/{file}"), pretrained.load_tokenizer(policy), []
     prompts = load_prompts("tiny", "train", tokenizer, max_tokens=96)
     prompts, model = rng.sample(prompts, int(n_pairs)), pretrained.load_policy(policy, tokenizer).eval()
@@ -35,7 +35,7 @@ def label(policy, n_pairs, seed, file):
 
 
 def agrees(run):
-    """In how many of a round's pairs, by the reward model, the annotators' utility has the same order."""
+    """Count the pairs of a round, chosen by the reward model, that the annotators' utility orders the same way."""
     rows = [(row["prompt"][-1]["content"], row) for row in files.read_jsonl(f"{run}/pairs.jsonl")]
     return measures.accuracy([utility(x, row["chosen"]) - utility(x, row["rejected"]) for x, row in rows])
 

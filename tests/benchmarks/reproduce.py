@@ -1,13 +1,13 @@
-"""Run the commands that stand in the docs, page by page, so that every figure beside them can be made again.
+"""Run the commands of the docs, page by page, so that every number next to them can be reproduced.
 
     python tests/benchmarks/reproduce.py                              PAGES below, 6 to 7 hours of a core
     python tests/benchmarks/reproduce.py README.md docs/learn/kl.md         these
-    python tests/benchmarks/reproduce.py --list docs/learn/kl.md            what would be run
+    python tests/benchmarks/reproduce.py --list docs/learn/kl.md            the commands that would run
     python tests/benchmarks/reproduce.py --log                        into docs/results/tables/reproduce.txt: what has run
 
-What a command prints, and how long it took, is in a file of runs/reproduce; one that has ended well is not run
-again. Left out, and said: installation, torchrun, GPUs, this program, and commands with a name to fill in
-(ORG/MODEL, GROUP, rows.jsonl).
+A command's output and its time are in a file of runs/reproduce; a command that has succeeded is not run again.
+Left out, with a line: installation, torchrun, GPUs, this program, and commands with a name to fill in (ORG/MODEL,
+GROUP, rows.jsonl).
 """
 
 import re
@@ -51,7 +51,7 @@ def commands(page) -> list[str]:
 
 
 def of_page(name):
-    """The commands of a page, each with what is set before it, and the file of what it printed; None: left out."""
+    """Return the commands of a page, each with the settings before it and the file of its output; None: left out."""
     before = ""
     for command in commands((ROOT / name).read_text()):
         title = re.sub(r"\W+", "_", command)[:60]

@@ -5,8 +5,8 @@ pairs per second, and peak memory of the process.
     python tests/benchmarks/reward.py --dataset hh.jsonl.gz --rankings rankings.jsonl.gz --trl-python trl/bin/python
 
 All train a Llama of random weights (hidden 256, 6 layers, the vocabulary of --tokenizer) with a scalar head in
-fp32 on rows of at most 512 tokens, 8 pairs a step, or, of rankings, 2 a step (30 pairs) against 30 pairs a step.
-They take turns, ratios are taken turn by turn, and the first 2 steps of each do not count."""
+fp32 on rows of at most 512 tokens, with 8 pairs per step; for rankings, 2 per step (30 pairs) against 30 pairs.
+They take turns, ratios are per turn, and the first 2 steps of each do not count."""
 
 import itertools
 import tempfile

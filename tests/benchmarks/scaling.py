@@ -6,9 +6,8 @@ figure 6: +1.1 points a doubling of the data, +1.8 a doubling of the parameters,
 
 Six numbers of pairs, four widths, three seeds; a seed draws the pairs, the initial weights and their order. Every
 run takes at most 400 optimiser steps and at most 20 passes over its pairs, and is evaluated six times on the same
-2,000 held-out pairs. Its accuracy is that of the evaluation with the least held-out loss, of those after the first step: so few
-pairs that are seen often are not judged by where they overfit. (This choice flatters every run a little, by the
-same rule.)
+2,000 held-out pairs. Its accuracy is that of the evaluation with the lowest held-out loss after the first step, so
+that runs with few pairs are not judged where they overfit. (This flatters every run a little, by the same rule.)
 
 A slope is that of a least-squares line of accuracy against log2 of the number of pairs, or of parameters, over all
 settings of the other one; its interval is Student's over the seeds' slopes."""

@@ -4,9 +4,9 @@
     python tests/benchmarks/sft.py --dataset rows.jsonl.gz --trl-python trl/bin/python
 
 Both train a Llama of random weights (hidden 256, 6 layers, the vocabulary of --tokenizer) in fp32 with batch
-8 on rows of at most 512 tokens: TRL not packed, 8 rows a step; sft.py packed, 8 blocks of 512 a step, and not
-packed, 8 rows a step. Padding does not count as text. The three take turns, ratios are taken turn by turn,
-and the first 2 steps of each do not count."""
+8 on rows of at most 512 tokens: TRL without packing, 8 rows per step; sft.py packed, 8 blocks of 512 per step, and
+not packed, 8 rows per step. Padding does not count as text. The three take turns, ratios are per turn, and the
+first 2 steps of each do not count."""
 
 import functools
 import tempfile

@@ -1,6 +1,6 @@
 """Cost against size: tokens per second and peak memory of a training step (sft.py's loss, packed) for 1, 2 and 4
-times the length and the batch, and of the sampler for 1, 2 and 4 times the samples. Every point is a process of its
-own, for the peak is the process's.
+times the length and the batch, and of the sampler for 1, 2 and 4 times the samples. Every point is a separate
+process, because the peak is the process's.
 
     python tests/benchmarks/size.py
 """
@@ -29,9 +29,9 @@ class Args:
     samples: int = 8
     """Responses to each of 16 prompts."""
     seconds: float = 8.0
-    """Each point is measured for about so long."""
+    """Approximate seconds of measuring per point."""
     point: str | None = None
-    """Run this one here and print JSON: training or sampling."""
+    """Run only training or sampling, in this process, and print JSON."""
 
 
 def measure(args):

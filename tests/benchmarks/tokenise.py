@@ -1,8 +1,8 @@
-"""From a file to token ids: processor time of the slowest rank, memory that stays, and rows a second.
+"""Measure the way from a file to token ids: processor time of the slowest rank, remaining memory, rows per second.
 
     torchrun --nproc-per-node 2 tests/benchmarks/tokenise.py DIR hh_rlhf.jsonl.gz 20000 pairs
 
-The file's pairs of dialogues are copied, each with a number before its text, until there are so many; then
+The file's pairs of dialogues are copied, each with a number before its text, up to the given count; then
 they are read as `sft` or as `pairs`, with the tokenizer of DIR."""
 
 import json

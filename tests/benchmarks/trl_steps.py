@@ -1,13 +1,13 @@
 """sft.py, reward.py and dpo_iterative.py against TRL 1.16's SFTTrainer, RewardTrainer and DPOTrainer, step by
 step: the same weights, rows and order, no warm-up, fp32. Prints both losses of each step, and exits with 1
-where they differ by more than 1e-5 of TRL's.
+if they differ by more than 1e-5 of TRL's.
 
     pip install trl==1.16.0 accelerate         in an environment of its own, whose interpreter is --trl-python
     python tests/benchmarks/trl_steps.py --trl-python trl/bin/python
 
-The tiny world's model with random weights, 20 steps of 8 rows in micro-batches of 4. The scripts run as they
-come, a prompt computed once for its responses, but for two things: rows are not shuffled, and not packed, for
-a step is a number of blocks then. TRL has AdamW with the scripts' settings (its own would leave norms out of
+The tiny world's model with random weights, 20 steps of 8 rows in micro-batches of 4. The scripts run
+unchanged, with shared prompts, except that rows are not shuffled and not packed, because a packed step is a
+number of blocks. TRL has AdamW with the scripts' settings (its own would leave norms out of
 the weight decay) and the learning rates that our run logged."""
 
 import argparse

@@ -1,15 +1,15 @@
-"""The difference between two arms that several seeds ran and that answer the same prompts, its 95 % interval,
-and the verdict that this gives on a claim.
+"""Compute the difference between two arms that several seeds ran and that answer the same prompts, its 95 %
+interval, and the verdict on a claim.
 
-A table of differences has a row a seed s and a column a prompt p:
+A table of differences has a row per seed s and a column per prompt p:
 
     d_sp = mean + seed_s + prompt_p + residual_sp
     Var(mean of d) = Var(means of seeds) / S + Var(means of prompts) / P - Var(residual) / (S P)
 
-for both variances of means hold the residual, which is then counted twice. The interval by prompts alone
+because both variances of means contain the residual, which would otherwise count twice. The interval by prompts alone
 (each a cluster, its seeds' mean inside) has the second term only; the wider of the two is taken. Three or
 four seeds say little about their variance, so that part is pooled over all arms of a group: an arm's seed means
-have a part that a seed's arms share (the first policy, and the luck of its answers) and one of the arm alone.
+have a part that all arms of a seed share (the first policy, and the luck of its answers) and a part of their own.
 """
 
 import math
@@ -31,7 +31,7 @@ class Difference(NamedTuple):
     """Ends of the 95 % interval."""
     high: float
     seen: float
-    """The true difference that the interval would have kept apart from 0 with a chance of 80 %."""
+    """The true difference that the interval would separate from 0 with a probability of 80 %."""
     by_seed: list[float]
 
 
@@ -59,10 +59,10 @@ def seed_variances(arms: torch.Tensor, first: torch.Tensor) -> tuple[float, floa
 
 
 def difference(weights: torch.Tensor, arms: torch.Tensor, first: torch.Tensor) -> Difference:
-    """Weigh the arms, take off the first policy as often as the weights sum to: mean, and the wider interval
-    of the module's two. weights: (arms, seeds), 1 and -1 for arm over arm, 1 alone for arm over first, and a
-    share of each of two arms for a point between them on a curve. arms: (arms, seeds, prompts); first: (seeds,
-    prompts), any numbers where no arm is compared with it."""
+    """Weigh the arms and subtract the first policy times the sum of the weights: mean, and the wider of the module's
+    two intervals. weights: (arms, seeds), 1 and -1 for arm over arm, a single 1 for arm over first, and shares of
+    two arms for a point between them on a curve. arms: (arms, seeds, prompts); first: (seeds,
+    prompts), any numbers if no arm is compared with it."""
     total = weights.sum(0).mean().item()  # 1 over the first policy, 0 between arms
     table = torch.einsum("as,asp->sp", weights, arms) - weights.sum(0)[:, None] * first
     n_arms, n_seeds, n_prompts = arms.shape
@@ -89,7 +89,7 @@ def difference(weights: torch.Tensor, arms: torch.Tensor, first: torch.Tensor) -
 
 def at_kl(kl: torch.Tensor, x: float) -> torch.Tensor | None:
     """Weights of a curve's arms, (arms, seeds), that give its value at KL x by interpolation, linear in log
-    KL; None where a seed's arms do not reach from below x to above. kl: (arms, seeds), nats."""
+    KL; None if a seed's arms do not reach from below x to above. kl: (arms, seeds), nats."""
     weights = torch.zeros_like(kl)
     for seed, column in enumerate(kl.T):
         order = column.argsort()
@@ -107,7 +107,7 @@ def at_kl(kl: torch.Tensor, x: float) -> torch.Tensor | None:
 
 def verdict(low: float, high: float, says: str, margin: float) -> str:
     """One of VERDICTS on a claim, from the interval of the difference. says: "more", "less", or "no less",
-    which holds where the interval is above -margin."""
+    which holds if the interval is above -margin."""
     if says == "no less":
         return "holds" if low > -margin else "opposite" if high < -margin else "inconclusive"
     if low > 0 or high < 0:
