@@ -456,7 +456,7 @@ def test_a_step_is_the_papers_losses_on_rows_of_their_own():
     "size, packing, rehearsal_norm",
     [(1, True, "sum"), (3, True, "mean"), (64, True, "mean"), (64, False, "sum")],
 )
-def test_micro_batches_change_neither_gradients_nor_metrics(size, packing, rehearsal_norm):
+def test_micro_batches_change_neither_gradients_nor_figures(size, packing, rehearsal_norm):
     options = {"extra": {"rehearsal": DOCUMENTS[1:4], "ptx": DOCUMENTS[:2]}, "rehearsal_norm": rehearsal_norm}
     a, *ours = one_step(micro_batch_size=size, packing=packing, **options)
     b, *others = one_step(**options)
