@@ -68,8 +68,9 @@ def kl_of(logprobs, reference, pairs, size) -> list[float]:
 def sampler_metrics(pairs, logprobs) -> dict[str, float]:
     """Compare the sampler's log q of each response token with log pi of the forward that training uses.
 
-    Their KL, an estimate by k3, and their largest ratio, either way, are 0 and 1 up to rounding if the sampler
-    draws from pi. logprobs: (pairs, R), log pi at the sampling temperature. Returns {} if q is unknown."""
+    Their KL, an estimate by k3, and their largest ratio, either way, are 0 and 1 up to rounding if the
+    sampler draws from pi. logprobs: (pairs, R), log pi at the sampling temperature. Returns {} if q is
+    unknown."""
     drawn = torch.tensor([x for _, response in pairs for x in response.logprobs])
     if not len(drawn):
         return {}
