@@ -218,9 +218,10 @@ def pairs_loss(logprobs, pairs, n, args):
     chosen, rejected = logprobs.view(-1, 2).T
     references = torch.cat([torch.zeros(0), *(pair.ref_logprobs for pair in pairs)])
     ref_chosen, ref_rejected = to_device(references, logprobs.device).view(-1, 2).T
-    preference = torch.tensor([1.0 if pair.preference is None else pair.preference for pair in pairs])
-    soft = {"preference": to_device(preference, logprobs.device), "label_smoothing": args.label_smoothing}
-    return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, **soft, n_rows=n)
+    labels = [1.0 if pair.preference is None else pair.preference for pair in pairs]
+    # The loss checks soft labels, which waits for the device
+    labels = to_device(torch.tensor(labels), logprobs.device) if set(labels) - {1.0} else None
+    return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, args.label_smoothing, labels, n)
 
 
 def pair_metrics(policy, pairs, args):

@@ -367,7 +367,7 @@ def metrics_of(rollout, steps):
         "value/explained_variance": 1 - (errors.var(correction=0) / returns.var(correction=0)).item(),
         "optim/value_grad_norm": total["value/grad_norm"] / len(steps),
         "policy/entropy": rollout.entropies[rollout.mask].mean().item(),
-        "policy/sampler_kl": gap.mean().item(),
+        "policy/sampler_kl": (torch.expm1(-gap) + gap).mean().item(),  # k3
         "policy/sampler_ratio_max": gap.abs().max().exp().item(),
     }
     if "policy/loss_sum" in total:  # absent while only the value model learns

@@ -133,7 +133,6 @@ def comparison_loss(scores, batch, n, sums):
     pairs.
     scores: (responses,), in the order of the comparisons. n: number of comparisons in the optimiser step.
     Metrics, which count pairs, are added to `sums`."""
-    device = scores.device
     loss = scores.sum() * 0  # connects all weights to the loss, even without comparisons
     scored = list(zip(batch.comparisons, scores.split(batch.sizes)))
     pairs = [(c, pair_scores) for c, pair_scores in scored if len(pair_scores) == 2]
@@ -141,7 +140,9 @@ def comparison_loss(scores, batch, n, sums):
         chosen, rejected = torch.stack([pair_scores for _, pair_scores in pairs]).T
         margin = [0.0 if c.margins is None else c.margins[0, 1] for c, _ in pairs]
         preference = [1.0 if c.preference is None else c.preference for c, _ in pairs]
-        margin, preference = to_device(torch.tensor([margin, preference]), device)
+        margin, preference = to_device(torch.tensor([margin, preference]), scores.device)
+        # The loss checks soft labels, which waits for the device
+        preference = preference if any(c.preference is not None for c, _ in pairs) else None
         pair_loss, pair_metrics = bradley_terry_loss(chosen, rejected, margin, preference, n_rows=n)
         loss = loss + pair_loss
         sums.add(pair_metrics)

@@ -354,11 +354,11 @@ def dpo_loss(
     Returns (loss, {"loss_sum": nats, "n_correct": pairs whose implicit rewards are ranked as labelled, a tie
       counts 1/2, "n_rows": n, "chosen_reward_sum", "rejected_reward_sum"}).
     Raises ValueError if preference or label_smoothing is out of range."""
+    if preference is not None and not ((preference >= 0) & (preference <= 1)).all():
+        raise ValueError("dpo_loss: a preference is a probability, from 0 to 1")
     preference = torch.ones_like(chosen_logprobs) if preference is None else preference
     tensors = {"chosen": chosen_logprobs, "rejected": rejected_logprobs, "preference": preference}
     _same_shape(**tensors, ref_chosen=ref_chosen_logprobs, ref_rejected=ref_rejected_logprobs)
-    if not ((preference >= 0) & (preference <= 1)).all():
-        raise ValueError("dpo_loss: a preference is a probability, from 0 to 1")
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"dpo_loss: label_smoothing {label_smoothing} is not from 0 to below 0.5")
     chosen_rewards = beta * (chosen_logprobs - ref_chosen_logprobs.detach())

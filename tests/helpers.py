@@ -188,6 +188,7 @@ def assert_whole_run(folder, command, args, stage, steps, ends):
     written = read_json(folder / "args.json")
     assert written["args"] == json.loads(json.dumps(vars(args))) and written["stage"] == stage
     assert written["command"] == command and written["world_size"] == 1
+    assert {"device", "compute_dtype", "attention", "versions", "git", "python"} <= written.keys()
     assert written["versions"]["torch"] == torch.__version__
     rows = read_jsonl(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, *range(1, STEPS + 1), STEPS]

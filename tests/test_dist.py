@@ -29,6 +29,7 @@ from common import dist
 from common.errors import NotFinite
 from common.data import mapping, tiny
 from common.data.files import read_jsonl
+from common.loading import tensor_parallel
 from common.run import checkpoints, pool
 
 WEIGHTS = "model/model.safetensors"
@@ -194,8 +195,10 @@ def test_a_program_prints_its_machine_first(monkeypatch, capsys):
     "kind, ranks, device", [(None, 2, "cpu"), ("xpu", 2, "xpu:1"), ("mps", 1, "mps:1"), ("mps", 2, "cpu")]
 )
 def test_the_device_is_torchs_accelerator(kind, ranks, device, monkeypatch, capsys):
-    """But of Apple's, which ranks cannot share, the CPU, and a line says so."""
-    seen, backend = [], {"cpu": "gloo", "xpu:1": "cpu:gloo,xpu:xccl"}
+    """But of Apple's, which ranks cannot share, the CPU, and a line says so. cuDNN's attention is off: it would build
+    a plan for each of decoding's many shapes."""
+    seen, backend, cudnn = [], {"cpu": "gloo", "xpu:1": "cpu:gloo,xpu:xccl"}, []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", cudnn.append)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: kind and torch.device(kind))
     monkeypatch.setattr(torch.accelerator, "set_device_index", seen.append)
     monkeypatch.setattr(dist.td, "init_process_group", lambda backend, **options: seen.append(backend))
@@ -205,6 +208,12 @@ def test_the_device_is_torchs_accelerator(kind, ranks, device, monkeypatch, caps
     assert str(dist.setup()) == device
     assert seen == ["cpu" if device == "cpu" else 1, *([backend[device]] if ranks == 2 else ())]
     assert ("the CPU" in capsys.readouterr().out) == (kind == "mps" and ranks == 2)
+    assert cudnn == ([] if device == "cpu" else [False])
+
+
+def test_ranks_that_share_a_copy_wait_for_each_other_as_long_as_all_ranks_do(monkeypatch):
+    monkeypatch.setattr(tensor_parallel.td, "new_subgroups", lambda n, timeout: [(n, timeout)])
+    assert tensor_parallel.group_of.__wrapped__(4) == (4, dist.TIMEOUT)
 
 
 def test_seeds_of_different_parts_differ_and_stay_the_same():

@@ -243,6 +243,8 @@ def test_a_versions_metrics_are_those_of_its_samples(whole):
         assert got == pytest.approx([v, mean(v, "score"), mean(v, "kl")])
         assert r["sample/length"] == mean(v, "tokens") and ("sft/score_win" in r) == (v > 0)
         assert ("eval/score_over_before" in r) == (v == 2)
+        assert r["policy/sampler_kl"] == pytest.approx(0, abs=1e-8)
+        assert r["policy/sampler_ratio_max"] == pytest.approx(1, abs=1e-3)
     assert evals[2]["sft/score_gain"] == pytest.approx(evals[2]["eval/score"] - evals[0]["eval/score"])
     summary = read_json(whole.folder / "summary.json")
     steps = sum(len(some) for some in trained(whole.folder).values())

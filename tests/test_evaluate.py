@@ -337,7 +337,9 @@ def plain_sums(folder, temperature=1.0):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_kl_of_an_answer_is_the_log_ratio_of_plain_softmax(temperature, loaded, small):
-    found = evaluation.kl_of(*loaded, SAID, 2, temperature)
+    policy, reference = loaded
+    logprobs = evaluation.logprobs_of(policy, SAID, 2, temperature)
+    found = evaluation.kl_of(logprobs, reference, SAID, 2)
     ref = plain_sums(small / "b")
     ours = plain_sums(small / "a", temperature)
     assert found == pytest.approx([x - y for x, y in zip(ours, ref)], abs=1e-4)
@@ -345,7 +347,7 @@ def test_the_kl_of_an_answer_is_the_log_ratio_of_plain_softmax(temperature, load
         both = [x - y for x, y in zip(ours, plain_sums(small / "b", 0.7))]
         neither = [x - y for x, y in zip(plain_sums(small / "a"), ref)]
         assert all(abs(x - y) > 0.01 for wrong in (both, neither) for x, y in zip(wrong, found))
-    to_itself = evaluation.kl_of(loaded[0], loaded[0], SAID, 2, temperature)
+    to_itself = evaluation.kl_of(logprobs, policy, SAID, 2)
     assert to_itself == [0.0] * 3 if temperature == 1 else 0.0 not in to_itself
 
 

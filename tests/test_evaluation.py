@@ -1,9 +1,11 @@
 """common/scoring/evaluation.py and reward_evaluation.py: the rows of samples.jsonl and the metrics. The tests
 of the scripts cover their evaluation of models."""
 
+import functools
 import math
 from types import SimpleNamespace
 
+import dpo_iterative
 import ppo
 import pytest
 import reward
@@ -13,7 +15,7 @@ from helpers import CPU, TOKENIZER, prompt
 from common import responses
 from common.batches import Row
 from common.loading import pretrained
-from common.scoring import evaluation, reward_evaluation
+from common.scoring import evaluation, reward_evaluation, scorers, version_evaluation
 
 
 def test_describe_samples_gives_the_true_reward_only_in_the_tiny_world():
@@ -41,6 +43,41 @@ def test_the_true_reward_is_averaged_separately_for_prompts_with_a_hazard():
     harmless = evaluation.describe_samples(pairs[:2], "tiny")
     assert evaluation.gold_by_hazard(harmless) == {"gold/no_hazard": 1.5}
     assert evaluation.gold_by_hazard(evaluation.describe_samples(pairs, "rows.jsonl")) == {}
+
+
+def test_the_samplers_log_probabilities_are_compared_with_the_models_by_hand():
+    """q / pi is 2, 1/2 and 1, so k3 is 1/2 - 1 + log 2, 2 - 1 - log 2 and 0. The mean of log q / pi (k1) would be 0.
+    The second response is shorter: its second column does not count."""
+    log_q = torch.tensor([0.5, 0.25, 0.8]).log().tolist()
+    pairs = [
+        (prompt("copy ant owl"), responses.Response([5, 6], "ant owl", True, logprobs=tuple(log_q[:2]))),
+        (prompt("copy bear"), responses.Response([7], "bear", True, logprobs=tuple(log_q[2:]))),
+    ]
+    log_pi = torch.tensor([[0.25, 0.5], [0.8, 0.001]]).log()
+    known = {"policy/sampler_kl": 0.5 / 3, "policy/sampler_ratio_max": 2.0}
+    assert evaluation.sampler_metrics(pairs, log_pi) == pytest.approx(known)
+    unknown = [(asked, response._replace(logprobs=())) for asked, response in pairs]
+    assert evaluation.sampler_metrics(unknown, log_pi) == {}
+
+
+@pytest.mark.parametrize("wrong", [{}, {"temperature": 0.7}, {"top_p": 0.8}], ids=str)
+def test_a_sampler_that_draws_from_another_distribution_shows_in_every_version_of_dpo(wrong, monkeypatch):
+    """The first version too, whose KL to itself needs no forward."""
+    args = dpo_iterative.Args(model="tiny", max_new_tokens=12, max_length=64)
+    policy = pretrained.load_frozen("tiny", TOKENIZER, args, CPU)
+    with torch.no_grad():
+        policy.get_output_embeddings().weight.mul_(3)  # at the start all tokens are about equally likely
+    scorer = SimpleNamespace(pairwise=False, version="a@1")
+    monkeypatch.setattr(scorers, "oracle_scores", lambda scorer, pairs, opponents, size: [0.0] * len(pairs))
+    asked = [prompt(f"copy {word}") for word in "ant bear cat dog eel fox hen owl pig yak".split()]
+    evaluate = version_evaluation.DPOEvaluation(asked, [], None, scorer, TOKENIZER, args)
+    monkeypatch.setattr(responses, "answers", functools.partial(responses.answers, **wrong))
+    metrics = evaluate.metrics_of({0: evaluate(policy, 0, {})}, 0)
+    if wrong:
+        assert metrics["policy/sampler_kl"] > 0.003 and metrics["policy/sampler_ratio_max"] > 1.1
+    else:
+        assert metrics["policy/sampler_kl"] == pytest.approx(0, abs=1e-8)
+        assert metrics["policy/sampler_ratio_max"] == pytest.approx(1, abs=1e-4)
 
 
 def test_held_out_prompts_are_won_tied_and_lost_against_the_first_policy_whatever_came_between():

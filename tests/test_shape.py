@@ -127,5 +127,6 @@ def test_scripts_and_common_keep_their_budgets_of_code_lines():
     assert sum(n_code_lines(ROOT / f"{name}.py") for name in SCRIPTS) <= 1771  # ppo.py shows hazards apart
     # The goal is 5,300: files of one topic and statements of one assignment cost 370 lines; --attention and masks
     # that are made once 30, --shard-size 12, RewardBench 2's rule for ties 37, LoRA's frozen weights in bfloat16 and
-    # --slots from free memory 45, gains apart for hazards and rehearsal at random 24
-    assert sum(map(n_code_lines, FILES.values())) <= 6294
+    # --slots from free memory 45, gains apart for hazards and rehearsal at random 24,
+    # the sampler's distribution against the trained one in DPO 16
+    assert sum(map(n_code_lines, FILES.values())) <= 6310

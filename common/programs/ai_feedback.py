@@ -140,13 +140,14 @@ class LanguageModel:
         if checks.recurrent(self.model):  # it has no key-value cache to continue from
             shared = []
         for batch in split(rows, self.batch_size):
-            tensors = [torch.tensor(ids[len(shared) :], device=self.device) for _, ids, _, _ in batch]
+            tensors = [torch.tensor(ids[len(shared) :]) for _, ids, _, _ in batch]
             depths = [depth for _, _, depth, _ in batch]
             where = [(r, len(tensors[r]) - n + k) for r, n in enumerate(depths) for k in range(n)]
-            where = torch.tensor(where, device=self.device).T
-            input_ids = torch.nn.utils.rnn.pad_sequence(tensors, True)
-            logprobs = models.next_token_logprobs(self.model, input_ids, where, shared).double().split(depths)
-            for (i, _, _, paths), row_logprobs in zip(batch, logprobs):
+            where = torch.tensor(where).T.to(self.device)
+            input_ids = torch.nn.utils.rnn.pad_sequence(tensors, True).to(self.device)
+            # On the CPU, so that Python waits for the device once, not once per option
+            logprobs = models.next_token_logprobs(self.model, input_ids, where, shared).cpu().double()
+            for (i, _, _, paths), row_logprobs in zip(batch, logprobs.split(depths)):
                 total = lambda path: sum(row_logprobs[k, x].item() for k, x in enumerate(path))
                 reached = [math.exp(total(path)) for path in paths]
                 for k, path in enumerate(paths):

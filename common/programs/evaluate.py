@@ -367,7 +367,8 @@ def compare_policies(args, run):
         for t, pairs in answers.items():
             pairs[name] = answer_turns(policy, tokenizer, prompts, args, t)
             if reference and t:
-                kl[t, name] = evaluation.kl_of(policy, reference, pairs[name], args.score_batch_size, t)
+                logprobs = evaluation.logprobs_of(policy, pairs[name], args.score_batch_size, t)
+                kl[t, name] = evaluation.kl_of(logprobs, reference, pairs[name], args.score_batch_size)
 
     from_data_set = {name: given for name in policies if name not in models}
     answers = {t: dict(from_data_set) for t in args.temperatures}

@@ -38,11 +38,12 @@ def embed(model, prompts: list[list[int]], batch_size=64) -> torch.Tensor:
     computes all embeddings, without communication."""
     vectors = []
     for batch in split(prompts, batch_size):
-        rows = [torch.tensor(ids, device=model.device) for ids in batch]
+        rows = [torch.tensor(ids) for ids in batch]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # a causal model does not see it
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.float()
-        vectors += [states[: len(row)].mean(0).cpu() for row, states in zip(rows, hidden)]
-    return torch.nn.functional.normalize(torch.stack(vectors), dim=1)
+        hidden = model.base_model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state.float()
+        means = [states[: len(row)].mean(0) for row, states in zip(rows, hidden)]
+        vectors.append(torch.stack(means).cpu())  # one wait for the device, not one per prompt
+    return torch.nn.functional.normalize(torch.cat(vectors), dim=1)
 
 
 def kmeans(x, n_clusters, seed=0, n_starts=4) -> list[int]:

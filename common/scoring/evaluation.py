@@ -4,8 +4,11 @@ import itertools
 from functools import partial
 from statistics import fmean
 
+import torch
+
 from common import dist, models, responses
 from common.batches import make_blocks, random_subset, response_mask
+from common.losses import kl_estimate
 from common.data import chat, mixtures, tiny
 from common.loading import pretrained
 from common.scoring import measures
@@ -46,16 +49,35 @@ def gold_by_hazard(samples) -> dict[str, float]:
     return metrics
 
 
-def kl_of(policy, reference, pairs, size, temperature=1.0) -> list[float]:
+def logprobs_of(model, pairs, size, temperature=1.0):
+    """Compute log pi of each response token of (prompt, response) pairs, in nats: (pairs, R), then 0.
+
+    temperature: that of sampling, above 0. size: number of responses per forward pass on each rank."""
+    plan = [[[document] for document in responses.documents(pairs)]]
+    [logprobs] = models.per_token(partial(models.logprobs, temperature=temperature), model, plan, size)
+    return logprobs
+
+
+def kl_of(logprobs, reference, pairs, size) -> list[float]:
     """Compute log pi(y) - log pi_ref(y) of each (prompt, response), in nats.
 
-    temperature: that of sampling, above 0; it applies to pi only. size: number of responses per forward pass
-    on each rank."""
-    plan = [[[document] for document in responses.documents(pairs)]]
-    per_token = partial(models.per_token, plan=plan, micro_batch_size=size)
-    [logprobs] = per_token(partial(models.logprobs, temperature=temperature), policy)  # (pairs, R)
-    [ref_logprobs] = per_token(models.logprobs, reference)
-    return (logprobs - ref_logprobs.double()).sum(1).tolist()
+    logprobs: result of logprobs_of for pi. Its temperature does not apply to pi_ref."""
+    return (logprobs - logprobs_of(reference, pairs, size).double()).sum(1).tolist()
+
+
+def sampler_metrics(pairs, logprobs) -> dict[str, float]:
+    """Compare the sampler's log q of each response token with log pi of the forward that training uses.
+
+    Their KL, an estimate by k3, and their largest ratio, either way, are 0 and 1 up to rounding if the
+    sampler draws from pi. logprobs: (pairs, R), log pi at the sampling temperature. Returns {} if q is
+    unknown."""
+    drawn = torch.tensor([x for _, response in pairs for x in response.logprobs])
+    if not len(drawn):
+        return {}
+    of_tokens = logprobs[response_mask(responses.documents(pairs))]
+    kl = kl_estimate(drawn, of_tokens, "k3").mean().item()
+    ratio_max = (drawn - of_tokens).abs().max().exp().item()
+    return {"policy/sampler_kl": kl, "policy/sampler_ratio_max": ratio_max}
 
 
 def fingerprint(documents) -> list:

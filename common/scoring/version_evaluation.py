@@ -8,7 +8,7 @@ from common import dist, responses
 from common.batches import random_subset
 from common.loading import pretrained
 from common.scoring import measures, scorers
-from common.scoring.evaluation import SAMPLE_METRICS, describe_samples, kl_of
+from common.scoring.evaluation import SAMPLE_METRICS, describe_samples, kl_of, logprobs_of, sampler_metrics
 
 
 def comparable(evaluations, version) -> dict:
@@ -100,6 +100,7 @@ class DPOEvaluation:
     samples: one response at temperature 1 to each held-out prompt. With a pairwise oracle, its score is the
       probability that it beats the response of version 0.
     pairs: the result of pair_metrics(policy, held_out_pairs, args).
+    sampler: the result of sampler_metrics for these responses.
     scorer: the version of the scorer."""
 
     def __init__(self, held_out, held_out_pairs, pair_metrics, scorer, tokenizer, args):
@@ -115,10 +116,11 @@ class DPOEvaluation:
     def __call__(self, policy, version, evaluations) -> dict:
         pairs = self.held_out_pairs
         metrics = self.pair_metrics(policy, pairs, self.args) if pairs else {}
-        samples = self.answer(policy, version, evaluations) if self.prompts else []
-        return {"samples": samples, "pairs": metrics, "scorer": self.scorer and self.scorer.version}
+        samples, sampler = self.answer(policy, version, evaluations) if self.prompts else ([], {})
+        scorer = self.scorer and self.scorer.version
+        return {"samples": samples, "pairs": metrics, "sampler": sampler, "scorer": scorer}
 
-    def answer(self, policy, version, evaluations) -> list[dict]:
+    def answer(self, policy, version, evaluations) -> tuple[list[dict], dict[str, float]]:
         args = self.args
         seed = dist.seed_of(args.seed, "eval")  # the same in all evaluations of a run: less noise in gains
         size = args.score_batch_size
@@ -126,17 +128,21 @@ class DPOEvaluation:
         first = evaluations[0]["samples"] if version else []
         opponents = [responses.Response([], row["response"], row["finished"]) for row in first]
         scores = scorers.oracle_scores(self.scorer, pairs, opponents, size)
+        logprobs = logprobs_of(policy, pairs, size)  # for the KL, and to check the sampler
         kl = [0.0] * len(pairs)
         if version:
-            kl_to = partial(kl_of, policy, pairs=pairs, size=size)
+            kl_to = partial(kl_of, logprobs, pairs=pairs, size=size)
             kl = pretrained.ask_policy(args.model, self.tokenizer, args, policy.device, kl_to)
-        return describe_samples(pairs, args.eval_dataset or args.dataset, score=scores, kl=kl)
+        samples = describe_samples(pairs, args.eval_dataset or args.dataset, score=scores, kl=kl)
+        return samples, sampler_metrics(pairs, logprobs)
 
     def metrics_of(self, evaluations, version) -> dict[str, float]:
-        """Compute the metrics of a version: means of its samples, metrics on the held-out pairs, and
-        comparisons of its samples with those of the first and the previous version."""
-        samples = evaluations[version]["samples"]
-        metrics = {**evaluations[version]["pairs"], **measures.means(samples, SAMPLE_METRICS)}
+        """Compute the metrics of a version: means of its samples, metrics on the held-out pairs and of the
+        sampler, and comparisons of its samples with those of the first and the previous version."""
+        evaluation = evaluations[version]
+        samples = evaluation["samples"]
+        metrics = {**evaluation["pairs"], **measures.means(samples, SAMPLE_METRICS)}
+        metrics.update(evaluation.get("sampler", {}))  # a run begun before it was measured has no sampler
         losses = metrics.pop("losses", None)  # one per pair
         if version and losses:
             metrics.update(measures.change("pairs/loss_change", evaluations[0]["pairs"]["losses"], losses))

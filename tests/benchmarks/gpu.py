@@ -12,7 +12,8 @@ bandwidth and training to the matrix units' rate, for Llama shapes of random wei
               rows and blocks of its own
     scripts   what torchrun does, without it
     sampler   rows of --prompt-tokens draw --new-tokens each, --slots at once, in bf16. Its bound: a step reads every
-              weight but the embedding once, and the keys and values of every row; bound = rows / (bytes / bandwidth)
+              weight but the embedding once, and the keys and values of every row; bound = rows / (bytes / bandwidth).
+              Last column: how many shapes the attention has where rows end at random (a kernel may plan each anew)
     training  forward and backward of sft.py's loss on blocks of --block tokens with gradient checkpointing, bf16
               compute on fp32 weights, no optimiser step; 6 * (parameters less the embedding) * tokens operations, the
               checkpointing's second forward not counted, over the measured rate of a bf16 matrix product
@@ -121,6 +122,23 @@ def llama(shape, device, dtype):
         torch.set_default_dtype(default)
 
 
+def attention_shapes(run) -> tuple[int, int]:
+    """Count the different shapes of queries and keys in SDPA's calls during run(), and the calls."""
+    functional = torch.nn.functional
+    plain, shapes = functional.scaled_dot_product_attention, []
+
+    def counted(query, key, *args, **options):
+        shapes.append((query.shape, key.shape))
+        return plain(query, key, *args, **options)
+
+    functional.scaled_dot_product_attention = counted
+    try:
+        run()
+    finally:
+        functional.scaled_dot_product_attention = plain
+    return len(set(shapes)), len(shapes)
+
+
 def sampler(shape, device, bandwidth, args) -> dict:
     model = dist.shard(llama(shape, device, torch.bfloat16), device, torch.bfloat16)
     prompts = torch.randint(3, model.config.vocab_size, (args.slots, args.prompt_tokens)).tolist()
@@ -136,9 +154,17 @@ def sampler(shape, device, bandwidth, args) -> dict:
     def generate():
         model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **drawing)
 
+    # Prompts of all lengths, and one token in 32 ends a response: a step's rows and columns change
+    ragged = [ids[: 1 + i * len(ids) // len(prompts)] for i, ids in enumerate(prompts)] * 2
+    stop_ids = range(model.config.vocab_size // 32)
+
+    def draw_ragged():
+        sample(model, ragged, stop_ids=stop_ids, slots=args.slots, seed=0, **options)
+
     n = args.slots * args.new_tokens
     with dist.consolidated(model):
         speeds = [n / timed(run, device, args.repeats) for run in (ours, generate)]
+        n_shapes, n_calls = attention_shapes(draw_ragged)
     config = model.config
     weights = 2 * (sum(p.numel() for p in model.parameters()) - config.vocab_size * config.hidden_size)
     length = args.prompt_tokens + args.new_tokens / 2  # of a row, on the average step
@@ -146,7 +172,8 @@ def sampler(shape, device, bandwidth, args) -> dict:
     bound = args.slots * bandwidth / (weights + args.slots * length * per_token)
     line = {"model": shape, "tokens/s": f"{speeds[0]:.0f}", "generate": f"{speeds[1]:.0f}"}
     line["times"] = f"{speeds[0] / speeds[1]:.2f}"
-    return {**line, "bandwidth's bound": f"{bound:.0f}", "of the bound": f"{speeds[0] / bound:.0%}"}
+    line |= {"bandwidth's bound": f"{bound:.0f}", "of the bound": f"{speeds[0] / bound:.0%}"}
+    return {**line, "shapes of attention": f"{n_shapes} in {n_calls // config.num_hidden_layers} forwards"}
 
 
 def training(shape, device, rate, args) -> dict:
@@ -207,8 +234,8 @@ def attention(shape, device, _, args) -> list[dict]:
                 model = model.to(torch.bfloat16).eval()
                 seconds = timed(draw, device, args.repeats)
                 line["sampler tokens/s"] = f"{args.slots * args.new_tokens / seconds:.0f}"
-        except (RuntimeError, ValueError, ImportError) as error:
-            print(f"{kind}: {str(error).splitlines()[0][:200]}")
+        except Exception as error:  # a compiler's errors have classes of their own; the other kinds go on
+            print(f"{kind}: {type(error).__name__}: {str(error)[:200].splitlines()}")
         lines.append(line)
         model = None
         gc.collect()
