@@ -44,7 +44,7 @@ SPARE_COLUMNS = 32  # extra cache columns: steps between two moves of all rows b
 SMALL_WINDOW = 300  # tokens; the check at first use samples past sliding windows up to this size
 LAYERS = """DynamicLayer DynamicSlidingWindowLayer LinearAttentionLayer LinearAttentionAndFullAttentionLayer
 LinearAttentionAndSlidingWindowAttentionLayer DummyLayer""".split()  # supported cache layers of transformers
-LARGE_VOCABULARY = 4096  # tokens; see _sampling
+LARGE_MATRIX = 2**18  # weights; see _few_rows
 FEW_ROWS = 64
 CACHES = "cache", "past_key_values", "cache_params"  # the forward's argument in transformers 5.24, and before
 WORKS_AHEAD = ("cuda", "xpu")  # devices that compute while Python continues; reading a result waits for them
@@ -431,31 +431,35 @@ def _next_logits(model, ids, mask, cache):
 
 @contextlib.contextmanager
 def _sampling(model):
-    """Put the model into evaluation mode, and speed up a large unembedding on a CPU.
+    """Put the model into evaluation mode, and speed up products with few rows in fp32 on a CPU.
 
-    Evaluation mode turns dropout off, and gradient checkpointing, which would drop the cache. On a CPU the
-    unembedding of up to FEW_ROWS rows is computed as (W x^T)^T: MKL takes 1.2 to 7 times as long for x W^T,
-    which is most of the time of a small model's step."""
-
-    def forward(hidden):
-        rows = hidden.flatten(0, -2)
-        if len(rows) > FEW_ROWS:
-            return torch.nn.functional.linear(hidden, head.weight)
-        return (head.weight @ rows.T).T.contiguous().unflatten(0, hidden.shape[:-1])
-
-    head = model.get_output_embeddings()
+    Evaluation mode turns dropout off, and gradient checkpointing, which would drop the cache. A step of few rows
+    spends most of its time in large matrices; see _few_rows."""
+    plain = [m for m in model.modules() if type(m) is torch.nn.Linear and "forward" not in vars(m)]
+    large = [m for m in plain if m.bias is None and m.weight.numel() >= LARGE_MATRIX]
+    large = [m for m in large if m.weight.device.type == "cpu" and m.weight.dtype == torch.float32]
     was_training = model.training
-    plain = type(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
-    large = plain and head.weight.device.type == "cpu" and head.weight.shape[0] >= LARGE_VOCABULARY
     model.eval()
     try:
-        if large:
-            head.forward = forward
+        for linear in large:
+            linear.forward = functools.partial(_few_rows, linear)
         yield
     finally:
-        if large:
-            del head.forward
+        for linear in large:
+            del linear.forward
         model.train(was_training)
+
+
+def _few_rows(linear, x):
+    """Compute x W^T; for few rows as (W x^T)^T, and with a single row twice, because MKL is slow for a vector.
+
+    The more outputs per input, the more rows are still faster that way (docs/results/benchmarks.md)."""
+    n_outputs, n_inputs = linear.weight.shape
+    rows = x.flatten(0, -2)
+    if len(rows) > min(FEW_ROWS, math.ceil(4 * n_outputs / n_inputs)):
+        return torch.nn.functional.linear(x, linear.weight)
+    product = linear.weight @ rows.expand(max(2, len(rows)), -1).T
+    return product.T[: len(rows)].contiguous().unflatten(0, x.shape[:-1])
 
 
 # -- checks ----------------------------------------------------------------------------------------
