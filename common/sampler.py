@@ -126,7 +126,9 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
 
     def step(token):
         lengths = [len(prompts[row // n]) + n_tokens[row] - 1 for row in live]  # tokens in the cache
-        return _next_logits(model, token[:, None], cache.begin(lengths, device), cache)
+        mask = cache.begin(lengths)
+        token = torch.nn.functional.pad(token, (0, len(mask) - len(live)))
+        return _next_logits(model, token[:, None], mask, cache)[: len(live)]
 
     while live or waiting:
         # refill
@@ -344,8 +346,9 @@ class _Layer(LinearAttentionAndFullAttentionLayer):
 def _width_multiple(device) -> int:
     """Return the number that the width of a decoding step is rounded up to a multiple of.
 
-    A GPU selects, and sometimes builds, an attention kernel for each new shape, so few different widths are
-    worth some masked columns. On a CPU only the columns cost time."""
+    If it is not 1, rows are also rounded up, to a power of two. A GPU selects, and sometimes builds, an attention
+    kernel for each new shape, so few shapes are worth some masked columns and rows. On a CPU they only cost
+    time."""
     return 1 if device.type == "cpu" else 64
 
 
@@ -356,7 +359,9 @@ class RaggedCache(Cache):
     windows from it as usual."""
 
     def __init__(self, model, slots, longest_prompt, max_new_tokens):
-        columns = longest_prompt + max_new_tokens + SPARE_COLUMNS
+        self.device = next(model.parameters()).device
+        self.multiple = _width_multiple(self.device)
+        columns = math.ceil((longest_prompt + max_new_tokens) / self.multiple) * self.multiple + SPARE_COLUMNS
         likes = DynamicCache(config=model.config).layers
         config = model.config
         super().__init__(layers=[_Layer(like, slots, columns) for like in likes])
@@ -364,9 +369,10 @@ class RaggedCache(Cache):
         full = all(type(like) is DynamicLayer for like in likes) and not getattr(config, "alibi", False)
         taken = _arguments(type(model), type(config))
         self.is_plain = full and config._attn_implementation == "sdpa" and "position_ids" in taken
+        self.slots = slots
         self.columns = columns
-        self.end = longest_prompt  # all rows end in the column before this one
         self.held = longest_prompt  # length of the longest row so far
+        self.end = columns  # all rows end in the column before this one
 
     def fill(self, slot, prefilled, row, length):
         """Copy a prefilled prompt of `length` tokens, row `row` of the cache `prefilled`, into a slot."""
@@ -375,28 +381,33 @@ class RaggedCache(Cache):
 
     def move(self, sources, targets):
         """Copy the rows in slots `sources` to slots `targets`."""
-        first = self.end - self.held
-        end = self.end
+        columns = slice(self.end - self.held, self.end)
         for layer in self.layers:
             for tokens in layer.tokens.values():
-                tokens[targets, :, first:end] = tokens[sources, :, first:end]
+                tokens[targets, :, columns] = tokens[sources, :, columns]
             for state in layer.states.values():
                 state[targets] = state[sources]
 
-    def begin(self, lengths, device):
-        """Make room for one more token; live rows' lengths -> attention mask (live, longest + 1), bool."""
-        if self.end == self.columns:  # no free column: move all rows back to the first columns
+    def begin(self, lengths):
+        """Make room for one more token; live rows' lengths -> attention mask (rows, longest + 1), bool.
+
+        The number of rows may be rounded up. Each further row sees only its own new token and writes into a
+        free slot, in which `fill` overwrites everything that a later response sees."""
+        if self.end == self.columns:  # no free column: move all rows back, with room for a rounded width
+            end = min(self.held + self.multiple - 1, self.columns - SPARE_COLUMNS)
             for tokens in (tokens for layer in self.layers for tokens in layer.tokens.values()):
-                tokens[:, :, : self.held] = tokens[:, :, self.end - self.held : self.end].clone()
-            self.end = self.held
+                tokens[:, :, end - self.held : end] = tokens[:, :, self.end - self.held : self.end].clone()
+            self.end = end
         longest = max(lengths)
         self.end += 1
         self.held = max(self.held, longest + 1)
-        multiple = _width_multiple(device)
-        longest = min(math.ceil((longest + 1) / multiple) * multiple, self.end) - 1
+        longest = math.ceil((longest + 1) / self.multiple) * self.multiple - 1
+        few_sizes = self.multiple > 1
+        rows = min(2 ** (len(lengths) - 1).bit_length(), self.slots) if few_sizes else len(lengths)
         for layer in self.layers:
-            layer.begin(len(lengths), longest, self.end)
-        return torch.arange(-longest, 1, device=device) >= -to_device(lengths, device)[:, None]
+            layer.begin(rows, longest, self.end)
+        lengths = to_device(lengths + [0] * (rows - len(lengths)), self.device)
+        return torch.arange(-longest, 1, device=self.device) >= -lengths[:, None]
 
 
 def _prefill(model, prompts, which):

@@ -67,7 +67,7 @@ WIDER = ("grouped heads", "learned positions", "windows", "ALiBi", "convolutions
 )
 def test_greedy_equals_generate_and_logprobs_plain_forwards(family, multiple, monkeypatch):
     """Token for token, beyond the window; slots are refilled, rows moved, the columns used up twice. multiple: of
-    columns, by which steps are as wide as on a GPU."""
+    columns, by which steps are as wide as on a GPU, and have a power of two of rows or all 5."""
     monkeypatch.setattr(sampler, "_width_multiple", lambda device: multiple)
     monkeypatch.setattr(sampler, "SPARE_COLUMNS", 3)
     monkeypatch.setattr(sampler, "LARGE_MATRIX", 1)
@@ -90,6 +90,56 @@ def test_greedy_equals_generate_and_logprobs_plain_forwards(family, multiple, mo
             lengths.add(len(tokens))
     assert len(lengths) > 3  # slots really were refilled at different times
     assert (greedy.sample_logprobs == 0).all()  # a point mass: log 1
+
+
+@pytest.mark.parametrize("multiple", [64, 16])
+def test_a_rollout_with_a_gpus_widths_and_rows_has_few_shapes_and_the_same_responses(multiple, monkeypatch):
+    """Padding rows draw nothing: every draw is that of the plain path. Weights are float64, so that products of
+    other shapes round alike."""
+    llama = build(LlamaConfig(**SIZES)).double()
+    options = {"n": 4, "max_new_tokens": 80, "stop_ids": range(3, V, 9), "pad_id": 0, "slots": 24, "seed": 0}
+    run, shapes = sampler._next_logits, set()
+
+    def next_logits(model, ids, mask, cache):
+        if ids.shape[1] == 1 and isinstance(cache, sampler.RaggedCache):
+            shapes.add(tuple(mask.shape))
+        return run(model, ids, mask, cache)
+
+    monkeypatch.setattr(sampler, "_next_logits", next_logits)
+    plain = sample(llama, MIXED, **options)
+    n_plain = len(shapes)
+    shapes.clear()
+    monkeypatch.setattr(sampler, "_width_multiple", lambda device: multiple)
+    for spare in (32, 1):
+        monkeypatch.setattr(sampler, "SPARE_COLUMNS", spare)
+        got = sample(llama, MIXED, **options)
+        assert torch.equal(got.response_tokens, plain.response_tokens)
+        torch.testing.assert_close(got.sample_logprobs, plain.sample_logprobs, atol=5e-7, rtol=0)
+    assert len(shapes) < 30 < n_plain
+    assert all(rows in (1, 2, 4, 8, 16, 24) and width % multiple == 0 for rows, width in shapes)
+
+
+def test_what_padding_rows_write_into_free_slots_is_never_read(llama, monkeypatch):
+    """Slots that were freed hold huge numbers when the next response takes them over."""
+    options = {"n": 4, "max_new_tokens": 20, "stop_ids": range(3, V, 6), "pad_id": 0, "slots": 7, "seed": 0}
+    plain, n_live, spoilt = sample(llama, MIXED, **options), [], []
+    begin, update = sampler.RaggedCache.begin, sampler._Layer.update
+
+    def begin_step(cache, lengths):
+        n_live.append(len(lengths))
+        return begin(cache, lengths)
+
+    def spoil(layer, keys, values, **options):
+        for new in (keys, values):
+            new[n_live[-1] :] = 1e4
+        spoilt.append(len(keys) - n_live[-1])
+        return update(layer, keys, values, **options)
+
+    monkeypatch.setattr(sampler, "_width_multiple", lambda device: 16)
+    monkeypatch.setattr(sampler._Layer, "update", spoil)
+    monkeypatch.setattr(sampler.RaggedCache, "begin", begin_step)
+    got = sample(llama, MIXED, **options)
+    assert max(spoilt) > 1 and torch.equal(got.response_tokens, plain.response_tokens)
 
 
 def test_few_rows_are_multiplied_in_another_order_to_the_same_numbers(llama, monkeypatch):
