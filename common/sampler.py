@@ -469,8 +469,8 @@ def _few_rows(linear, x):
     rows = x.flatten(0, -2)
     if len(rows) > min(FEW_ROWS, math.ceil(4 * n_outputs / n_inputs)):
         return torch.nn.functional.linear(x, linear.weight)
-    product = linear.weight @ rows.expand(max(2, len(rows)), -1).T
-    return product.T[: len(rows)].contiguous().unflatten(0, x.shape[:-1])
+    doubled = rows.repeat(2, 1) if len(rows) == 1 else rows  # a view with stride 0 would take 3 times as long
+    return (linear.weight @ doubled.T).T[: len(rows)].contiguous().unflatten(0, x.shape[:-1])
 
 
 # -- checks ----------------------------------------------------------------------------------------
