@@ -45,7 +45,6 @@ SMALL_WINDOW = 300  # tokens; the check at first use samples past sliding window
 LAYERS = """DynamicLayer DynamicSlidingWindowLayer LinearAttentionLayer LinearAttentionAndFullAttentionLayer
 LinearAttentionAndSlidingWindowAttentionLayer DummyLayer""".split()  # supported cache layers of transformers
 LARGE_MATRIX = 2**18  # weights; see _few_rows
-FEW_ROWS = 64
 CACHES = "cache", "past_key_values", "cache_params"  # the forward's argument in transformers 5.24, and before
 WORKS_AHEAD = ("cuda", "xpu")  # devices that compute while Python continues; reading a result waits for them
 
@@ -346,9 +345,9 @@ class _Layer(LinearAttentionAndFullAttentionLayer):
 def _width_multiple(device) -> int:
     """Return the number that the width of a decoding step is rounded up to a multiple of.
 
-    If it is not 1, rows are also rounded up, to a power of two. A GPU selects, and sometimes builds, an attention
-    kernel for each new shape, so few shapes are worth some masked columns and rows. On a CPU they only cost
-    time."""
+    If it is not 1, rows are also rounded up, to a power of two. A GPU selects, and sometimes builds, an
+    attention kernel for each new shape, so few shapes are worth some masked columns and idle rows. On a CPU
+    these only cost time."""
     return 1 if device.type == "cpu" else 64
 
 
@@ -402,12 +401,11 @@ class RaggedCache(Cache):
         self.end += 1
         self.held = max(self.held, longest + 1)
         longest = math.ceil((longest + 1) / self.multiple) * self.multiple - 1
-        few_sizes = self.multiple > 1
-        rows = min(2 ** (len(lengths) - 1).bit_length(), self.slots) if few_sizes else len(lengths)
+        if self.multiple > 1:
+            lengths = lengths + [0] * (min(2 ** (len(lengths) - 1).bit_length(), self.slots) - len(lengths))
         for layer in self.layers:
-            layer.begin(rows, longest, self.end)
-        lengths = to_device(lengths + [0] * (rows - len(lengths)), self.device)
-        return torch.arange(-longest, 1, device=self.device) >= -lengths[:, None]
+            layer.begin(len(lengths), longest, self.end)
+        return torch.arange(-longest, 1, device=self.device) >= -to_device(lengths, self.device)[:, None]
 
 
 def _prefill(model, prompts, which):
@@ -444,8 +442,8 @@ def _next_logits(model, ids, mask, cache):
 def _sampling(model):
     """Put the model into evaluation mode, and speed up products with few rows in fp32 on a CPU.
 
-    Evaluation mode turns dropout off, and gradient checkpointing, which would drop the cache. A step of few rows
-    spends most of its time in large matrices; see _few_rows."""
+    Evaluation mode turns dropout off, and gradient checkpointing, which would drop the cache. A step of few
+    rows spends most of its time in large matrices; see _few_rows."""
     plain = [m for m in model.modules() if type(m) is torch.nn.Linear and "forward" not in vars(m)]
     large = [m for m in plain if m.bias is None and m.weight.numel() >= LARGE_MATRIX]
     large = [m for m in large if m.weight.device.type == "cpu" and m.weight.dtype == torch.float32]
@@ -462,12 +460,12 @@ def _sampling(model):
 
 
 def _few_rows(linear, x):
-    """Compute x W^T; for few rows as (W x^T)^T, and with a single row twice, because MKL is slow for a vector.
+    """Compute x W^T, for few rows as (W x^T)^T, with a single row doubled, because MKL is slow for a vector.
 
     The more outputs per input, the more rows are still faster that way (docs/results/benchmarks.md)."""
     n_outputs, n_inputs = linear.weight.shape
     rows = x.flatten(0, -2)
-    if len(rows) > min(FEW_ROWS, math.ceil(4 * n_outputs / n_inputs)):
+    if len(rows) > math.ceil(4 * n_outputs / n_inputs):
         return torch.nn.functional.linear(x, linear.weight)
     doubled = rows.repeat(2, 1) if len(rows) == 1 else rows  # a view with stride 0 would take 3 times as long
     return (linear.weight @ doubled.T).T[: len(rows)].contiguous().unflatten(0, x.shape[:-1])
