@@ -460,12 +460,13 @@ def _sampling(model):
 
 
 def _few_rows(linear, x):
-    """Compute x W^T, for few rows as (W x^T)^T, with a single row doubled, because MKL is slow for a vector.
+    """Compute x W^T, for few rows as (W x^T)^T, with a single row doubled.
 
-    The more outputs per input, the more rows are still faster that way (docs/results/benchmarks.md)."""
+    MKL computes x W^T of one or two rows on one thread, and slowly. The more outputs per input, the more rows
+    are still faster in the other order (docs/results/benchmarks.md)."""
     n_outputs, n_inputs = linear.weight.shape
     rows = x.flatten(0, -2)
-    if len(rows) > math.ceil(4 * n_outputs / n_inputs):
+    if len(rows) > min(64, math.ceil(4 * n_outputs / n_inputs)):
         return torch.nn.functional.linear(x, linear.weight)
     doubled = rows.repeat(2, 1) if len(rows) == 1 else rows  # a view with stride 0 would take 3 times as long
     return (linear.weight @ doubled.T).T[: len(rows)].contiguous().unflatten(0, x.shape[:-1])
