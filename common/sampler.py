@@ -44,8 +44,7 @@ SPARE_COLUMNS = 32  # extra cache columns: steps between two moves of all rows b
 SMALL_WINDOW = 300  # tokens; the check at first use samples past sliding windows up to this size
 LAYERS = """DynamicLayer DynamicSlidingWindowLayer LinearAttentionLayer LinearAttentionAndFullAttentionLayer
 LinearAttentionAndSlidingWindowAttentionLayer DummyLayer""".split()  # supported cache layers of transformers
-LARGE_VOCABULARY = 4096  # tokens; see _sampling
-FEW_ROWS = 64
+LARGE_MATRIX = 2**18  # weights; see _few_rows
 CACHES = "cache", "past_key_values", "cache_params"  # the forward's argument in transformers 5.24, and before
 WORKS_AHEAD = ("cuda", "xpu")  # devices that compute while Python continues; reading a result waits for them
 
@@ -126,7 +125,9 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
 
     def step(token):
         lengths = [len(prompts[row // n]) + n_tokens[row] - 1 for row in live]  # tokens in the cache
-        return _next_logits(model, token[:, None], cache.begin(lengths, device), cache)
+        mask = cache.begin(lengths)
+        token = torch.nn.functional.pad(token, (0, len(mask) - len(live)))
+        return _next_logits(model, token[:, None], mask, cache)[: len(live)]
 
     while live or waiting:
         # refill
@@ -344,8 +345,9 @@ class _Layer(LinearAttentionAndFullAttentionLayer):
 def _width_multiple(device) -> int:
     """Return the number that the width of a decoding step is rounded up to a multiple of.
 
-    A GPU selects, and sometimes builds, an attention kernel for each new shape, so few different widths are
-    worth some masked columns. On a CPU only the columns cost time."""
+    If it is not 1, rows are also rounded up, to a power of two. A GPU selects, and sometimes builds, an
+    attention kernel for each new shape, so few shapes are worth some masked columns and idle rows. On a CPU
+    these only cost time."""
     return 1 if device.type == "cpu" else 64
 
 
@@ -356,7 +358,9 @@ class RaggedCache(Cache):
     windows from it as usual."""
 
     def __init__(self, model, slots, longest_prompt, max_new_tokens):
-        columns = longest_prompt + max_new_tokens + SPARE_COLUMNS
+        self.device = next(model.parameters()).device
+        self.multiple = _width_multiple(self.device)
+        columns = math.ceil((longest_prompt + max_new_tokens) / self.multiple) * self.multiple + SPARE_COLUMNS
         likes = DynamicCache(config=model.config).layers
         config = model.config
         super().__init__(layers=[_Layer(like, slots, columns) for like in likes])
@@ -364,9 +368,10 @@ class RaggedCache(Cache):
         full = all(type(like) is DynamicLayer for like in likes) and not getattr(config, "alibi", False)
         taken = _arguments(type(model), type(config))
         self.is_plain = full and config._attn_implementation == "sdpa" and "position_ids" in taken
+        self.slots = slots
         self.columns = columns
-        self.end = longest_prompt  # all rows end in the column before this one
         self.held = longest_prompt  # length of the longest row so far
+        self.end = columns  # all rows end in the column before this one
 
     def fill(self, slot, prefilled, row, length):
         """Copy a prefilled prompt of `length` tokens, row `row` of the cache `prefilled`, into a slot."""
@@ -375,28 +380,32 @@ class RaggedCache(Cache):
 
     def move(self, sources, targets):
         """Copy the rows in slots `sources` to slots `targets`."""
-        first = self.end - self.held
-        end = self.end
+        columns = slice(self.end - self.held, self.end)
         for layer in self.layers:
             for tokens in layer.tokens.values():
-                tokens[targets, :, first:end] = tokens[sources, :, first:end]
+                tokens[targets, :, columns] = tokens[sources, :, columns]
             for state in layer.states.values():
                 state[targets] = state[sources]
 
-    def begin(self, lengths, device):
-        """Make room for one more token; live rows' lengths -> attention mask (live, longest + 1), bool."""
-        if self.end == self.columns:  # no free column: move all rows back to the first columns
+    def begin(self, lengths):
+        """Make room for one more token; live rows' lengths -> attention mask (rows, longest + 1), bool.
+
+        The number of rows may be rounded up. Each further row sees only its own new token and writes into a
+        free slot, in which `fill` overwrites everything that a later response sees."""
+        if self.end == self.columns:  # no free column: move all rows back, with room for a rounded width
+            end = min(self.held + self.multiple - 1, self.columns - SPARE_COLUMNS)
             for tokens in (tokens for layer in self.layers for tokens in layer.tokens.values()):
-                tokens[:, :, : self.held] = tokens[:, :, self.end - self.held : self.end].clone()
-            self.end = self.held
+                tokens[:, :, end - self.held : end] = tokens[:, :, self.end - self.held : self.end].clone()
+            self.end = end
         longest = max(lengths)
         self.end += 1
         self.held = max(self.held, longest + 1)
-        multiple = _width_multiple(device)
-        longest = min(math.ceil((longest + 1) / multiple) * multiple, self.end) - 1
+        longest = math.ceil((longest + 1) / self.multiple) * self.multiple - 1
+        if self.multiple > 1:
+            lengths = lengths + [0] * (min(2 ** (len(lengths) - 1).bit_length(), self.slots) - len(lengths))
         for layer in self.layers:
             layer.begin(len(lengths), longest, self.end)
-        return torch.arange(-longest, 1, device=device) >= -to_device(lengths, device)[:, None]
+        return torch.arange(-longest, 1, device=self.device) >= -to_device(lengths, self.device)[:, None]
 
 
 def _prefill(model, prompts, which):
@@ -431,31 +440,36 @@ def _next_logits(model, ids, mask, cache):
 
 @contextlib.contextmanager
 def _sampling(model):
-    """Put the model into evaluation mode, and speed up a large unembedding on a CPU.
+    """Put the model into evaluation mode, and speed up products with few rows in fp32 on a CPU.
 
-    Evaluation mode turns dropout off, and gradient checkpointing, which would drop the cache. On a CPU the
-    unembedding of up to FEW_ROWS rows is computed as (W x^T)^T: MKL takes 1.2 to 7 times as long for x W^T,
-    which is most of the time of a small model's step."""
-
-    def forward(hidden):
-        rows = hidden.flatten(0, -2)
-        if len(rows) > FEW_ROWS:
-            return torch.nn.functional.linear(hidden, head.weight)
-        return (head.weight @ rows.T).T.contiguous().unflatten(0, hidden.shape[:-1])
-
-    head = model.get_output_embeddings()
+    Evaluation mode turns dropout off, and gradient checkpointing, which would drop the cache. A step of few
+    rows spends most of its time in large matrices; see _few_rows."""
+    plain = [m for m in model.modules() if type(m) is torch.nn.Linear and "forward" not in vars(m)]
+    large = [m for m in plain if m.bias is None and m.weight.numel() >= LARGE_MATRIX]
+    large = [m for m in large if m.weight.device.type == "cpu" and m.weight.dtype == torch.float32]
     was_training = model.training
-    plain = type(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
-    large = plain and head.weight.device.type == "cpu" and head.weight.shape[0] >= LARGE_VOCABULARY
     model.eval()
     try:
-        if large:
-            head.forward = forward
+        for linear in large:
+            linear.forward = functools.partial(_few_rows, linear)
         yield
     finally:
-        if large:
-            del head.forward
+        for linear in large:
+            del linear.forward
         model.train(was_training)
+
+
+def _few_rows(linear, x):
+    """Compute x W^T, for few rows as (W x^T)^T, with a single row doubled.
+
+    MKL computes x W^T of one or two rows on one thread, and slowly. The more outputs per input, the more rows
+    are still faster in the other order (docs/results/benchmarks.md)."""
+    n_outputs, n_inputs = linear.weight.shape
+    rows = x.flatten(0, -2)
+    if len(rows) > min(64, math.ceil(4 * n_outputs / n_inputs)):
+        return torch.nn.functional.linear(x, linear.weight)
+    doubled = rows.repeat(2, 1) if len(rows) == 1 else rows  # a view with stride 0 would take 3 times as long
+    return (linear.weight @ doubled.T).T[: len(rows)].contiguous().unflatten(0, x.shape[:-1])
 
 
 # -- checks ----------------------------------------------------------------------------------------

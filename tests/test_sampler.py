@@ -67,10 +67,10 @@ WIDER = ("grouped heads", "learned positions", "windows", "ALiBi", "convolutions
 )
 def test_greedy_equals_generate_and_logprobs_plain_forwards(family, multiple, monkeypatch):
     """Token for token, beyond the window; slots are refilled, rows moved, the columns used up twice. multiple: of
-    columns, by which steps are as wide as on a GPU."""
+    columns, by which steps are as wide as on a GPU, and have a power of two of rows or all 5."""
     monkeypatch.setattr(sampler, "_width_multiple", lambda device: multiple)
     monkeypatch.setattr(sampler, "SPARE_COLUMNS", 3)
-    monkeypatch.setattr(sampler, "LARGE_VOCABULARY", V)
+    monkeypatch.setattr(sampler, "LARGE_MATRIX", 1)
     model, stop_ids = tiny_families.build(FAMILIES[family]), list(range(5, V, 12))
     options = {"n": 2, "max_new_tokens": 24, "stop_ids": stop_ids, "pad_id": 0, "slots": 5}
     greedy, drawn = sample(model, MIXED, temperature=0, **options), sample(model, MIXED, seed=0, **options)
@@ -92,17 +92,68 @@ def test_greedy_equals_generate_and_logprobs_plain_forwards(family, multiple, mo
     assert (greedy.sample_logprobs == 0).all()  # a point mass: log 1
 
 
-def test_a_large_vocabulary_is_unembedded_in_another_order_to_the_same_logits(llama, monkeypatch):
-    options = {"max_new_tokens": 12, "stop_ids": [7], "pad_id": 0, "slots": 5, "seed": 0}
-    head, products = llama.lm_head, []
-    monkeypatch.setattr(sampler, "LARGE_VOCABULARY", V)
-    draw = sampler.choose
+@pytest.mark.parametrize("multiple", [64, 16])
+def test_a_rollout_with_a_gpus_widths_and_rows_has_few_shapes_and_the_same_responses(multiple, monkeypatch):
+    """Padding rows draw nothing: every draw is that of the plain path. Weights are float64, so that products of
+    other shapes round alike."""
+    llama = build(LlamaConfig(**SIZES)).double()
+    options = {"n": 4, "max_new_tokens": 80, "stop_ids": range(3, V, 9), "pad_id": 0, "slots": 24, "seed": 0}
+    run, shapes = sampler._next_logits, set()
 
-    def choose(logits, *rest):  # inside, the head computes in its own way
-        hidden = torch.randn(2, 3, head.in_features)
-        for some in (hidden, hidden.repeat(40, 1, 1)):  # 6 rows and 240
-            products.append((head(some), torch.nn.functional.linear(some, head.weight)))
-        assert "forward" in vars(head) and head(hidden).is_contiguous()
+    def next_logits(model, ids, mask, cache):
+        if ids.shape[1] == 1 and isinstance(cache, sampler.RaggedCache):
+            shapes.add(tuple(mask.shape))
+        return run(model, ids, mask, cache)
+
+    monkeypatch.setattr(sampler, "_next_logits", next_logits)
+    plain = sample(llama, MIXED, **options)
+    n_plain = len(shapes)
+    shapes.clear()
+    monkeypatch.setattr(sampler, "_width_multiple", lambda device: multiple)
+    for spare in (32, 1):
+        monkeypatch.setattr(sampler, "SPARE_COLUMNS", spare)
+        got = sample(llama, MIXED, **options)
+        assert torch.equal(got.response_tokens, plain.response_tokens)
+        torch.testing.assert_close(got.sample_logprobs, plain.sample_logprobs, atol=5e-7, rtol=0)
+    assert len(shapes) < 30 < n_plain
+    assert all(rows in (1, 2, 4, 8, 16, 24) and width % multiple == 0 for rows, width in shapes)
+
+
+def test_what_padding_rows_write_into_free_slots_is_never_read(llama, monkeypatch):
+    """Slots that were freed hold huge numbers when the next response takes them over."""
+    options = {"n": 4, "max_new_tokens": 20, "stop_ids": range(3, V, 6), "pad_id": 0, "slots": 7, "seed": 0}
+    plain, n_live, spoilt = sample(llama, MIXED, **options), [], []
+    begin, update = sampler.RaggedCache.begin, sampler._Layer.update
+
+    def begin_step(cache, lengths):
+        n_live.append(len(lengths))
+        return begin(cache, lengths)
+
+    def spoil(layer, keys, values, **options):
+        for new in (keys, values):
+            new[n_live[-1] :] = 1e4
+        spoilt.append(len(keys) - n_live[-1])
+        return update(layer, keys, values, **options)
+
+    monkeypatch.setattr(sampler, "_width_multiple", lambda device: 16)
+    monkeypatch.setattr(sampler._Layer, "update", spoil)
+    monkeypatch.setattr(sampler.RaggedCache, "begin", begin_step)
+    got = sample(llama, MIXED, **options)
+    assert max(spoilt) > 1 and torch.equal(got.response_tokens, plain.response_tokens)
+
+
+def test_few_rows_are_multiplied_in_another_order_to_the_same_numbers(llama, monkeypatch):
+    options = {"max_new_tokens": 12, "stop_ids": [7], "pad_id": 0, "slots": 5, "seed": 0}
+    layers = {"wide": llama.lm_head, "narrow": llama.model.layers[0].mlp.down_proj}
+    want, products, draw = sample(llama, MIXED, **options), [], sampler.choose
+    monkeypatch.setattr(sampler, "LARGE_MATRIX", 1)
+
+    def choose(logits, *rest):  # inside, large matrices compute in their own way
+        for linear in layers.values():
+            for shape in ((1, 1), (1, 2), (2, 2), (2, 3), (40, 6)):
+                x = torch.randn(*shape, linear.in_features)
+                products.append((linear(x), torch.nn.functional.linear(x, linear.weight)))
+                assert linear(x).is_contiguous()
         return draw(logits, *rest)
 
     monkeypatch.setattr(sampler, "choose", choose)
@@ -110,15 +161,20 @@ def test_a_large_vocabulary_is_unembedded_in_another_order_to_the_same_logits(ll
     assert products
     for ours, plain in products:
         torch.testing.assert_close(ours, plain)
-    assert "forward" not in vars(head)
-    own = head.forward = lambda hidden: torch.nn.functional.linear(hidden, head.weight)  # accelerate's hooks
     monkeypatch.setattr(sampler, "choose", draw)
+    got = sample(llama, MIXED, **options)
+    assert torch.equal(got.response_tokens, want.response_tokens)
+    torch.testing.assert_close(got.sample_logprobs, want.sample_logprobs)
+    restored = lambda: not any("forward" in vars(module) for module in llama.modules())
+    assert restored()
+    head = llama.lm_head
+    own = head.forward = lambda hidden: torch.nn.functional.linear(hidden, head.weight)  # accelerate's hooks
     sample(llama, MIXED, **options)
     assert vars(head).pop("forward") is own
     with pytest.raises(ValueError, match="seed"):  # after an error it is as it was, too
         monkeypatch.setattr(sampler, "choose", lambda *_: (_ for _ in ()).throw(ValueError("seed")))
         sample(llama, MIXED, **options)
-    assert "forward" not in vars(head)
+    assert restored()
 
 
 @pytest.mark.parametrize("n", [1, 3])
