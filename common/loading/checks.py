@@ -51,6 +51,13 @@ def shares_prompts(model, max_length) -> bool:
     return _are_as_alone(model, partial(forward, model), shared, alone, otherwise)
 
 
+def fit_rows(args, models):
+    """Switch off --packing and --share-prompt if one of these models does not support them."""
+    args.packing = args.packing and all(map(packs, models))
+    shares = partial(shares_prompts, max_length=args.max_length)
+    args.share_prompt = args.packing and args.share_prompt and all(map(shares, models))
+
+
 def _texts(model, *lengths):
     """Make texts of these lengths from tokens of the model's vocabulary."""
     vocabulary = model.config.get_text_config().vocab_size
