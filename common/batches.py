@@ -2,8 +2,8 @@
 
 A comparison is one row x y_1 y_2 ... y_K: a prompt and all its responses. Each response has the positions
 right after x and cannot attend to the other responses, so the prompt is computed once and the results equal
-those of K separate rows. If there is room, a row holds several such trees. Batches are divided among ranks
-here too."""
+those of K separate rows. If there is room, a row holds several such trees. Documents of a rollout that
+answer the same prompt share it in the same way. Batches are divided among ranks here too."""
 
 import json
 import math

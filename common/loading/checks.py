@@ -47,7 +47,7 @@ def shares_prompts(model, max_length) -> bool:
     collate = partial(batches.collate_comparisons, [comparison], pad_id=0, device=model.device)
     shared, alone = collate(share_prompt=True), collate(share_prompt=False)
     forward = models.scores_of if hasattr(model, "head_outputs") else models.response_logprobs
-    otherwise = "responses cannot share their prompt: each has a row of its own"
+    otherwise = "responses cannot share their prompt: each has its own copy of it"
     return _are_as_alone(model, partial(forward, model), shared, alone, otherwise)
 
 
