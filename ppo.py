@@ -150,6 +150,8 @@ class Args:
     packing: bool = True
     """Several responses per row; with --no-packing, one row per response, padded to the longest in the
     batch."""
+    share_prompt: bool = True
+    """A packed row holds a prompt once for its responses; with --no-share-prompt, once per response."""
     lr: float = 1e-4
     """Learning rate of the policy, constant."""
     value_lr: float = 1e-3
@@ -236,7 +238,7 @@ class Rollout:
 def blocks_of(documents, numbers, args):
     """Pack the documents with these numbers into rows of --max-length tokens, evenly for all ranks."""
     chosen = [documents[i] for i in sorted(numbers)]
-    return make_blocks(chosen, args.max_length, args.packing, multiple=dist.world_size())
+    return make_blocks(chosen, args.max_length, args.packing, dist.world_size(), args.share_prompt)
 
 
 def normalise(scores, statistics, kind):
@@ -543,12 +545,11 @@ def main(args: Args):
     for each in (scorer.scorer, scorer.safety):
         scorers.check_prompts(each, [*prompts, *held_out])
     policy = load_policy(args, tokenizer, run.device)
-    reference = None
+    reference = lora.FrozenBase(policy)
     if not is_lora_on_reference(args):
         reference = pretrained.load_frozen(args.reference or args.model, tokenizer, args, run.device)
     value = scorers.load_value_model(scorer, tokenizer, prompts, args, run.device)
-    args.packing = args.packing and all(map(checks.packs, filter(None, (policy, reference, value))))
-    reference = reference or lora.FrozenBase(policy)
+    checks.fit_rows(args, (policy, reference, value))
     if args.importance_cap is None:
         args.importance_cap = 0.0 if policy.compute_dtype == torch.float32 else 2.0
     policy_optimizer = dist.adamw(policy, args.lr, args)

@@ -2,8 +2,8 @@
 
 A comparison is one row x y_1 y_2 ... y_K: a prompt and all its responses. Each response has the positions
 right after x and cannot attend to the other responses, so the prompt is computed once and the results equal
-those of K separate rows. If there is room, a row holds several such trees. Batches are divided among ranks
-here too."""
+those of K separate rows. If there is room, a row holds several such trees. Documents of a rollout that
+answer the same prompt share it in the same way. Batches are divided among ranks here too."""
 
 import json
 import math
@@ -37,6 +37,7 @@ class Document(NamedTuple):
     row: Row
     number: int = 0  # index among the responses of a rollout
     all_turns: bool = False  # True if all assistant turns are learnt, False if only the last one is
+    shared: int = 0  # tokens of its prompt that its row holds already, before another response
 
     @property
     def key(self) -> str:
@@ -87,7 +88,7 @@ def printable(value) -> str | None:
 
 def n_tokens(block: list[Document]) -> int:
     """Count the tokens of documents that share a row."""
-    return sum(len(document.ids) for document in block)
+    return sum(len(document.ids) - document.shared for document in block)
 
 
 def response_mask(documents: list[Document]) -> torch.Tensor:
@@ -159,17 +160,28 @@ def pack_evenly(lengths: list[int], size: int, multiple: int) -> list[list[int]]
 
 
 def make_blocks(
-    documents: list[Document], max_length: int, packing=True, multiple=1
+    documents: list[Document], max_length: int, packing=True, multiple=1, share_prompt=False
 ) -> list[list[Document]]:
     """Group documents into blocks, lists of documents that share a row; without packing, one document each.
 
     multiple: number of ranks that share the blocks. If above 1, the number of blocks is a multiple of it and
-      rows are about equally long, so that no rank waits for another."""
+      rows are about equally long, so that no rank waits for another.
+    share_prompt: True forms trees of a rollout's responses (responses.documents) to one prompt: their row has
+      the prompt once. Responses that would make the row longer than max_length begin another tree."""
     if not packing:
         return [[document] for document in documents]
-    lengths = [len(document.ids) for document in documents]
+    trees = []
+    for document in documents:
+        n_prompt = len(document.ids) - n_response_tokens([[document]])
+        tree = trees[-1] if trees else []
+        follows = tree and tree[-1].number < document.number and tree[-1].messages is document.messages
+        if share_prompt and follows and n_tokens([*tree, document]) - n_prompt <= max_length:
+            tree.append(document._replace(shared=n_prompt))
+        else:
+            trees.append([document])
+    lengths = list(map(n_tokens, trees))
     packed = pack(lengths, max_length) if multiple == 1 else pack_evenly(lengths, max_length, multiple)
-    return [[documents[i] for i in block] for block in packed]
+    return [[document for i in block for document in trees[i]] for block in packed]
 
 
 class Batch(NamedTuple):
@@ -179,7 +191,9 @@ class Batch(NamedTuple):
     position_ids: torch.Tensor  # (B, T), 0 at the first token of each document
     action_mask: torch.Tensor  # (B, T-1), True where token t+1 is a response token
     token_indices: torch.Tensor  # (2, n), row and column of each True in action_mask
+    sources: torch.Tensor  # the same, unless a prompt is shared: (2, n), the token before each response token
     documents: list[Document]  # in the order of their rows and columns
+    attention_mask: torch.Tensor | None = None  # (B, 1, T, T) bool, if a prompt is shared: tree_mask
 
 
 def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
@@ -189,21 +203,44 @@ def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
     same number of forwards."""
     width = max(map(n_tokens, blocks), default=2)
     input_ids = torch.full((max(1, len(blocks)), width), pad_id)
-    position_ids = torch.zeros_like(input_ids)
+    position_ids, tree, branch = (torch.zeros_like(input_ids) for _ in range(3))
     response_mask = torch.zeros_like(input_ids, dtype=torch.bool)
+    before = torch.arange(-1, width - 1).repeat(len(input_ids), 1)  # column of the token before each token
     for i, block in enumerate(blocks):
-        start = 0
-        for document in block:
-            end = start + len(document.ids)
-            input_ids[i, start:end] = document.ids
-            position_ids[i, start:] = torch.arange(width - start)  # padding continues the last document
-            response_mask[i, start:end] = document.response_mask
-            response_mask[i, start] = False  # not a target: the token before is another document's
-            start = end
+        end = first = 0
+        for number, document in enumerate(block, 1):
+            shared, start = document.shared, end
+            end += len(document.ids) - shared
+            input_ids[i, start:end] = document.ids[shared:]
+            position_ids[i, start:] = torch.arange(width - start) + shared  # padding continues the last one
+            response_mask[i, start:end] = document.response_mask[shared:]
+            if shared:
+                before[i, start] = first + shared - 1  # the last token of the prompt
+            else:
+                first = start  # column of its prompt
+                response_mask[i, start] = False  # not a target: the token before is another document's
+            tree[i, start:] = first
+            branch[i, start:end] = number * response_mask[i, start:end]
     documents = [document for block in blocks for document in block]
     mask = response_mask[:, 1:].contiguous()
-    tensors = (input_ids, position_ids, mask, mask.nonzero().T)  # on a GPU, nonzero would wait for its queue
-    return Batch(*(to_device(x, device) for x in tensors), documents)
+    rows, columns = mask.nonzero().T  # on a GPU, nonzero would wait for its queue
+    token_indices = torch.stack([rows, columns])
+    sources = torch.stack([rows, before[rows, columns + 1]])
+    tensors = (input_ids, position_ids, mask, token_indices, sources)
+    shares = any(document.shared for document in documents)
+    attention_mask = tree_mask(tree, branch, device) if shares else None
+    return Batch(*(to_device(x, device) for x in tensors), documents, attention_mask)
+
+
+def tree_mask(tree, branch, device) -> torch.Tensor:
+    """Make the attention mask of rows of trees, a prompt with its responses each.
+
+    tree: (B, T), a number for each tree of a row. branch: (B, T), a number for each response, 0 in prompts.
+    Returns (B, 1, T, T) bool, True if a query may attend: to its prompt and to its own response so far."""
+    tree, branch = to_device(tree, device), to_device(branch, device)
+    same_tree = tree[:, :, None] == tree[:, None, :]  # (B, query, key)
+    seen = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
+    return (same_tree & seen).tril()[:, None]
 
 
 def my_micro_batches(blocks: list[list[Document]], model, size: int):
@@ -314,10 +351,7 @@ def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu
                     ends[i].append((row, column - 1))
     mask = None
     if share_prompt:
-        tree, branch = to_device(tree, device), to_device(branch, device)
-        same_tree = tree[:, :, None] == tree[:, None, :]  # (B, query, key)
-        seen = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
-        mask = (same_tree & seen & torch.ones(width, width, dtype=torch.bool, device=device).tril())[:, None]
+        mask = tree_mask(tree, branch, device)
     else:  # continue over the padding: for transformers a decrease in position starts a packed document
         position_ids = torch.arange(width).expand_as(input_ids).clone()
     prompt_ends = torch.tensor([end[0] for end in ends], dtype=torch.long).reshape(-1, 2).T

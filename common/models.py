@@ -40,7 +40,8 @@ def with_methods(model, functions):
 
 # -- log probabilities -----------------------------------------------------------------------------
 def token_logprobs(
-    model, input_ids, action_mask, position_ids=None, temperature=1.0, entropy=False, token_indices=None
+    model, input_ids, action_mask, position_ids=None, temperature=1.0, entropy=False, token_indices=None,
+    attention_mask=None, sources=None,
 ):  # fmt: skip
     """Compute log pi(token t+1 | tokens 0..t) wherever action_mask is True.
 
@@ -54,11 +55,14 @@ def token_logprobs(
     temperature: divides the logits.
     token_indices: (2, n), row and column of each True in action_mask. None: read from the mask, which makes
       Python wait for the device.
+    attention_mask: see head_outputs.
+    sources: (2, n), row and column of the token that predicts each action. None: the token before it.
     Returns (B, T-1), fp32, nats, 0 where action_mask is False. With entropy=True, returns a pair: these and
     the entropy (nats) of each of the distributions. Gradients flow through both."""
     rows, columns = action_mask.nonzero().T if token_indices is None else token_indices
     with _computing(model, input_ids):
-        hidden = _last_hidden(model, input_ids, position_ids)[rows, columns]
+        hidden = _last_hidden(model, input_ids, position_ids, attention_mask)
+        hidden = hidden[tuple((rows, columns) if sources is None else sources)]
         outputs = _unembed(model, hidden, input_ids[rows, columns + 1], temperature, entropy)
     zeros = torch.zeros(action_mask.shape, device=input_ids.device)
     logprobs, entropies = (zeros.index_put((rows, columns), x) for x in outputs)
@@ -68,8 +72,9 @@ def token_logprobs(
 def logprobs(model, batch, temperature=1.0, entropy=False):
     """Compute token_logprobs of a batches.Batch: (B, T-1), or a pair of them with entropy=True."""
     return model.token_logprobs(
-        batch.input_ids, batch.action_mask, batch.position_ids, temperature, entropy, batch.token_indices
-    )
+        batch.input_ids, batch.action_mask, batch.position_ids, temperature, entropy, batch.token_indices,
+        batch.attention_mask, batch.sources,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -313,7 +318,9 @@ def state_values(model, batch):
 
     Returns (B, T-1), fp32, 0 at other tokens. Index t is read at token t, which has seen tokens 0..t but not
     the action, token t+1."""
-    outputs = model.head_outputs(batch.input_ids, batch.token_indices, batch.position_ids)[:, 0]
+    outputs = model.head_outputs(
+        batch.input_ids, batch.sources, batch.position_ids, batch.attention_mask
+    )[:, 0]
     return outputs.new_zeros(batch.action_mask.shape).index_put(tuple(batch.token_indices), outputs)
 
 

@@ -378,6 +378,7 @@ def ppo_steps(folder):
     args = ppo.Args(micro_batch_size=2, max_grad_norm=0.5, ptx_coef=0.3, rehearsal_coef=0.02, lam=0.9)
     prompts = prompt_sets.load_prompts(str(folder / "prompts.jsonl"), "train", TOKENIZER, 64)[:7]
     answers = [[17 + (3 * i + j) % 30 for j in range(1 + i % 5)] + [TOKENIZER.eos_token_id] for i in range(7)]
+    prompts[3], prompts[6] = prompts[2], prompts[5]  # two prompts have two responses, which share them
     pairs = [(p, responses.Response(ids, "", True)) for p, ids in zip(prompts, answers)]
     documents = responses.documents(pairs)
     rollout = ppo.Rollout(pairs, documents, response_mask(documents), torch.ones(7, dtype=torch.bool))

@@ -100,7 +100,7 @@ def test_flash_attention_packs_by_bounds_decodes_ragged_rows_and_shares_no_promp
     monkeypatch.setattr(dist, "attention", "pretend_flash")
     model = load("llama", tmp_path)
     assert checks.packs(model) and not checks.shares_prompts(model, 64)
-    said = "llama: responses cannot share their prompt: each has a row of its own\n"
+    said = "llama: responses cannot share their prompt: each has its own copy of it\n"
     assert capsys.readouterr().out == said
     for blocks in ([documents_of([9, 14]), documents_of([7, 12, 3])], [documents_of([9]), documents_of([20])]):
         batch = batches.collate(blocks, 0)

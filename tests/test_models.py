@@ -682,8 +682,26 @@ def test_shares_prompts_detects_responses_that_see_each_other(
         model.base_model.forward = leak(model.base_model.forward)
     model.compute_dtype = torch.bfloat16  # the probe computes in fp32, where FSDP does not cast
     assert checks.shares_prompts(model, 64) is (leak is None) and model.compute_dtype == torch.bfloat16
-    said = f"{kind}: responses cannot share their prompt: each has a row of its own\n"
+    said = f"{kind}: responses cannot share their prompt: each has its own copy of it\n"
     assert capsys.readouterr().out == (said if leak else "")
+
+
+@pytest.mark.parametrize(
+    "supported, flags, want",
+    [
+        (["both", "both"], (True, True), (True, True)),
+        (["both", "packs"], (True, True), (True, False)),
+        (["neither", "both"], (True, True), (False, False)),
+        (["both"], (True, False), (True, False)),
+        (["both"], (False, True), (False, False)),  # a row of its own has nobody to share a prompt with
+    ],
+)
+def test_rows_of_ppo_are_those_that_all_models_support_and_the_flags_allow(supported, flags, want, monkeypatch):
+    monkeypatch.setattr(checks, "packs", lambda model: model != "neither")
+    monkeypatch.setattr(checks, "shares_prompts", lambda model, max_length: model == "both")
+    args = types.SimpleNamespace(packing=flags[0], share_prompt=flags[1], max_length=64)
+    checks.fit_rows(args, supported)
+    assert (args.packing, args.share_prompt) == want
 
 
 # -- families (what they say of responses that share a row: test_families.py) ---------------------

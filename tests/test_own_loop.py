@@ -2,8 +2,6 @@
 
 import re
 import shutil
-import subprocess
-import sys
 
 import processes
 import pytest
@@ -19,9 +17,9 @@ def test_a_loop_of_the_page_learns(name, code, tmp_path):
     alone = "import sys, transformers; sys.modules['transformers'] = None; import losses  # needs torch only\n"
     alone += "sys.modules['transformers'] = transformers\n"
     (tmp_path / "loop.py").write_text(alone + code)
-    ended = subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    lines = [line.split() for line in ended.stdout.splitlines()]
+    ended = processes.script(tmp_path / "loop.py", cwd=tmp_path, alone=True)
+    assert ended.code == 0, ended.err
+    lines = [line.split() for line in ended.out.splitlines()]
     if name == "DPO":
         assert lines[0][1] == "0.6931" and float(lines[-1][1]) < 0.5 and lines[-1][2] == "2"
     else:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ppo
 from common import dist, models, responses
-from common.batches import Batch, Row, collate, make_blocks, my_micro_batches, response_mask
+from common.batches import Batch, Row, collate, make_blocks, my_micro_batches, n_tokens, response_mask
 from common.errors import InputError, NotFinite
 from common.data import auxiliary, prompt_sets, tiny
 from common.data.files import read_jsonl
@@ -43,11 +43,12 @@ def response(text, finished=True):
     return responses.Response(ids, text, finished)
 
 
-PAIRS = [  # prompts and responses of different lengths; the third one was cut
+REST = prompt("rest bear cat ant")
+PAIRS = [  # prompts and responses of different lengths; the third one was cut. Two answer one prompt
     (prompt("copy ant bear cat"), response("ant bear cat")),
     (prompt("first dog eel fox ant bear"), response("dog")),
-    (prompt("rest bear cat ant"), response("cat cat cat cat ant bear", finished=False)),
-    (prompt("last ant bear cat dog"), response("dog dog")),
+    (REST, response("cat cat cat cat ant bear", finished=False)),
+    (REST, response("dog dog")),
     (prompt("copy eel fox ant"), response("eel fox ant ant ant")),
 ]
 DOCUMENTS = responses.documents(PAIRS)
@@ -162,13 +163,54 @@ def test_per_token_values_are_in_row_order_and_independent_of_micro_batches(what
                 torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("what", ["log probabilities", "values"])
+def test_responses_to_one_prompt_share_it_and_have_the_numbers_of_rows_of_their_own(what):
+    """A row has 8 tokens of the prompt once, then 6 and 3 of two responses; each damage to it changes numbers."""
+    model, forward = policy(), models.logprobs
+    if what == "values":
+        model, forward = scorer(), models.state_values
+
+    def of(**options):
+        plan = [ppo.blocks_of(DOCUMENTS, range(5), make_args(**options))]
+        return models.per_token(forward, model, plan, micro_batch_size=2)[0]
+
+    [block] = ppo.blocks_of(DOCUMENTS, [2, 3], make_args())
+    batch = collate([block], PAD)
+    n = len(REST.ids)
+    assert batch.input_ids[0].tolist() == REST.ids + PAIRS[2][1].ids + PAIRS[3][1].ids
+    assert batch.position_ids[0].tolist() == [*range(n + 6), *range(n, n + 3)]
+    assert batch.sources[1].tolist() == [*range(n - 1, n + 5), n - 1, n + 6, n + 7]
+    assert [document.shared for document in block] == [0, n]
+    want = of(share_prompt=False)
+    torch.testing.assert_close(of(), want, atol=2e-6, rtol=2e-6)
+    second = lambda batch: forward(model, batch)[tuple(batch.token_indices)][6:]  # of its three tokens
+    torch.testing.assert_close(second(batch), want[3, :3], atol=2e-6, rtol=2e-6)
+    in_order = torch.arange(n + 9)[None]
+    for damage in ({"attention_mask": None}, {"sources": batch.token_indices}, {"position_ids": in_order}):
+        assert (second(batch._replace(**damage)) - want[3, :3]).abs().max() > 1e-3
+
+
+def test_a_row_is_no_longer_than_max_length_where_responses_share_a_prompt():
+    n, rows = len(REST.ids), [2, 3, 2, 3]
+    pairs = [(REST, PAIRS[i][1]) for i in rows]
+    documents = responses.documents(pairs)
+    for length, trees in ((n + 18, [4]), (n + 15, [3, 1]), (n + 9, [2, 2]), (n + 8, [1, 1, 1, 1])):
+        blocks = make_blocks(documents, length, share_prompt=True)
+        assert sorted(len(block) for block in blocks) == sorted(trees)
+        assert sorted(document.number for block in blocks for document in block) == [0, 1, 2, 3]
+        assert all(n_tokens(block) <= length for block in blocks)
+    same = [document._replace(number=0) for document in documents]  # rows of other losses have no number
+    assert all(not document.shared for block in make_blocks(same, 64, share_prompt=True) for document in block)
+
+
 def test_values_are_read_at_the_state_before_each_action_and_are_0_elsewhere():
     """A model whose value is the token's own id: V at index t is that of token t, not of the action t + 1."""
-    own_id = lambda ids, where, positions: ids[where[0], where[1]][:, None].float()
+    own_id = lambda ids, where, positions, mask: ids[where[0], where[1]][:, None].float()
     model = SimpleNamespace(head_outputs=own_id)
     ids = torch.tensor([[11, 12, 13, 14, 15], [21, 22, 23, 0, 0]])
     mask = torch.tensor([[False, True, True, True], [True, True, False, False]])
-    values = lambda mask: models.state_values(model, Batch(ids, None, mask, mask.nonzero().T, [])).tolist()
+    batch = lambda mask: Batch(ids, None, mask, mask.nonzero().T, mask.nonzero().T, [])
+    values = lambda mask: models.state_values(model, batch(mask)).tolist()
     assert values(mask) == [[0, 12, 13, 14], [21, 22, 0, 0]] and values(mask & False) == [[0] * 4] * 2
 
 
@@ -389,7 +431,7 @@ def known(temperature=1.0):
     generator = torch.Generator().manual_seed(0)
     draw = lambda: rows_of_tokens([torch.randn(n, generator=generator) for n in LENGTHS])
     rollout = rollout_of(old_values=draw(), advantages=draw(), returns=draw())
-    options = {"plan": [make_blocks(DOCUMENTS, 64)], "micro_batch_size": 2}
+    options = {"plan": [ppo.blocks_of(DOCUMENTS, range(5), make_args())], "micro_batch_size": 2}
     [rollout.old_logprobs] = models.per_token(
         functools.partial(models.logprobs, temperature=temperature), policy(), **options
     )
@@ -453,12 +495,15 @@ def test_a_step_is_the_papers_losses_on_rows_of_their_own():
 
 
 @pytest.mark.parametrize(
-    "size, packing, rehearsal_norm",
-    [(1, True, "sum"), (3, True, "mean"), (64, True, "mean"), (64, False, "sum")],
-)
-def test_micro_batches_change_neither_gradients_nor_figures(size, packing, rehearsal_norm):
+    "size, packing, share_prompt, rehearsal_norm",
+    [
+        (1, True, True, "sum"), (3, True, True, "mean"), (64, True, True, "mean"),
+        (64, True, False, "mean"), (64, False, True, "sum"),
+    ],
+)  # fmt: skip
+def test_micro_batches_change_neither_gradients_nor_figures(size, packing, share_prompt, rehearsal_norm):
     options = {"extra": {"rehearsal": DOCUMENTS[1:4], "ptx": DOCUMENTS[:2]}, "rehearsal_norm": rehearsal_norm}
-    a, *ours = one_step(micro_batch_size=size, packing=packing, **options)
+    a, *ours = one_step(micro_batch_size=size, packing=packing, share_prompt=share_prompt, **options)
     b, *others = one_step(**options)
     assert a == pytest.approx(b, rel=1e-4, abs=1e-4)
     for x, y in zip(ours, others):

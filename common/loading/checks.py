@@ -47,8 +47,15 @@ def shares_prompts(model, max_length) -> bool:
     collate = partial(batches.collate_comparisons, [comparison], pad_id=0, device=model.device)
     shared, alone = collate(share_prompt=True), collate(share_prompt=False)
     forward = models.scores_of if hasattr(model, "head_outputs") else models.response_logprobs
-    otherwise = "responses cannot share their prompt: each has a row of its own"
+    otherwise = "responses cannot share their prompt: each has its own copy of it"
     return _are_as_alone(model, partial(forward, model), shared, alone, otherwise)
+
+
+def fit_rows(args, models):
+    """Switch off --packing and --share-prompt if one of these models does not support them."""
+    args.packing = args.packing and all(map(packs, models))
+    shares = partial(shares_prompts, max_length=args.max_length)
+    args.share_prompt = args.packing and args.share_prompt and all(map(shares, models))
 
 
 def _texts(model, *lengths):
