@@ -2,6 +2,7 @@
 docs/use/runs.md lists the same changes as the code."""
 
 import importlib
+import itertools
 import json
 import os
 import re
@@ -29,8 +30,10 @@ def test_the_docs_table_matches_the_code():
     wanted = set()
     for names, verdict in re.findall(r"^\| (.+?) \| (refused.*?) \|", page, re.M):
         only = re.search(r"`(?:common\.programs\.)?(\w+)(\.py)?`", verdict)
-        for name in names.replace("`", "").split(", "):
-            name = name[2:].replace("-", "_") if name.startswith("--") else name
+        kinds, _, flags = names.replace("`", "").rpartition(" of ")  # "content or function of --a, --b"
+        for kind, name in itertools.product(kinds.split(" or "), flags.split(", ")):
+            flag = name[2:].replace("-", "_") if name.startswith("--") else name
+            name = f"{kind} of {name}" if kind else flag
             wanted |= {f"{script}: {name}" for script in ([only[1]] if only else programs)}
     flags = {flag for program in programs.values() for flag in program.Args.__annotations__}
     behind = {f"{kind} of --{x.replace('_', '-')}" for kind in ("content", "function", "file") for x in flags}

@@ -1,4 +1,4 @@
-"""Metrics of samples and of scorers, with their intervals. docs/use/runs.md gives a formula for every key."""
+"""Metrics of samples and of scorers, with their intervals. docs/use/runs.md defines every key."""
 
 import math
 import statistics
