@@ -2,7 +2,7 @@
 
 
 class InputError(ValueError):
-    """A mistake that the user can correct. The message is one line: what is wrong, where, and what to do."""
+    """A mistake that the user can correct. The message is one line: the mistake, its place, and the remedy."""
 
 
 class NothingToLearn(InputError):

@@ -43,7 +43,7 @@ class Response(NamedTuple):
     finished: bool  # True: ended by an end-of-sequence token; False: cut at max_new_tokens
     clean: bool = True  # False if there is a special token before the end, which `text` does not show
     logprobs: tuple[float, ...] = ()  # of each id, nats, under the sampler's distribution; () if unknown
-    written: str = ""  # text with special tokens shown, for reward functions; "" if it contains none
+    written: str = ""  # text with special tokens shown, for reward functions; "" without special tokens
 
 
 def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) -> list[Response]:
@@ -86,7 +86,7 @@ def sample_pairs(model, tokenizer, prompts, *, n=1, seed=0, **options) -> list[t
     copy = dist.rank() // dist.ranks_per_copy
     n_copies = dist.world_size() // dist.ranks_per_copy
     my_indices = range(len(prompts))[copy::n_copies]
-    options["seed"] = (seed * 1000 + copy) % 2**63  # a user's seed may exceed what a generator takes
+    options["seed"] = (seed * 1000 + copy) % 2**63  # a user's seed may exceed a generator's limit
     options["progress"] = tqdm(
         total=len(my_indices) * n, desc="sample", unit="row", leave=False, dynamic_ncols=True,
         disable=None if dist.is_main() else True,  # None: show it if stderr is a terminal

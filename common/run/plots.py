@@ -1,4 +1,4 @@
-"""Draw the plots of a run. A plot is a function of the run's folder that returns the figure, or None if there
+"""Draw the plots of a run. A plot is a function of the run's folder that returns the drawing, or None if there
 is nothing to draw."""
 
 import itertools
@@ -19,7 +19,7 @@ STYLE = {
 
 
 def figure(panels=1, size=(4.8, 3.2)):
-    """Make a figure with `panels` axes side by side, each of `size` inches: (figure, axes)."""
+    """Make a drawing with `panels` axes side by side, each of `size` inches: (drawing, axes)."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -29,7 +29,7 @@ def figure(panels=1, size=(4.8, 3.2)):
 
 
 def save(drawing, path):
-    """Save a figure with its legends below the axes, where they cover no curve; the figure grows in height to
+    """Save a drawing with its legends below the axes, so that they cover no curve; its height grows to
     make room for them."""
     labels = [axis.get_legend_handles_labels()[1] for axis in drawing.axes]
     for axis in [axis for axis, texts in zip(drawing.axes, labels) if texts]:
@@ -74,7 +74,7 @@ def frontier(folder):
 
 
 def best_of_n(folder):
-    """Draw `folder`/best_of_n.png from curves.jsonl, for the first and the last version that the last scorer
+    """Draw `folder`/best_of_n.png from curves.jsonl: the first and the last version that the last scorer
     scored. Left: largest and median score among N samples at the chosen temperature (Llama 2,
     arXiv:2307.09288, figure 7). Right: largest score at each temperature (figure 8)."""
     curves = files.read_jsonl(Path(folder) / "curves.jsonl")
@@ -172,7 +172,7 @@ def scores_by_category(axis, scorers, categories):
 
 # -- plots that compare policies -------------------------------------------------------------------
 def compared(folder, results, without=()):
-    """Draw `folder`/frontier.png: rewards against the KL, for the policies whose KL is known, at the
+    """Draw `folder`/frontier.png: rewards against the KL of the policies whose KL is known, at the
     temperature at which most are known. Policies named dpo/0.1 and dpo/0.3 are points of one curve, dpo.
     Returns None for fewer than two policies.
 
