@@ -120,7 +120,7 @@ def run_reward(folder):
             last = torch.tensor([[0], [ids.shape[1] - 1]])
             score = model(input_ids=ids).logits if known else model.head_outputs(ids, last)
             check_close("scores", score[0, 0], response["score"])
-    return None if known else "works, and load_scorer alone reads it"
+    return None if known else "works, but only load_scorer reads it"
 
 
 def run_ppo(folder):
