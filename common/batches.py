@@ -167,7 +167,8 @@ def make_blocks(
     multiple: number of ranks that share the blocks. If above 1, the number of blocks is a multiple of it and
       rows are about equally long, so that no rank waits for another.
     share_prompt: True forms trees of a rollout's responses (responses.documents) to one prompt: their row has
-      the prompt once. Responses that would make the row longer than max_length begin another tree."""
+      the prompt once. Responses that would make the row longer than max_length begin another tree. With fewer
+      trees than ranks, no prompt is shared."""
     if not packing:
         return [[document] for document in documents]
     trees = []
@@ -179,6 +180,8 @@ def make_blocks(
             tree.append(document._replace(shared=n_prompt))
         else:
             trees.append([document])
+    if len(trees) < multiple:  # a tree is one row: some ranks would have none
+        trees = [[document] for document in documents]
     lengths = list(map(n_tokens, trees))
     packed = pack(lengths, max_length) if multiple == 1 else pack_evenly(lengths, max_length, multiple)
     return [[document for i in block for document in trees[i]] for block in packed]

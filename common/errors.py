@@ -2,7 +2,7 @@
 
 
 class InputError(ValueError):
-    """A mistake that the user can correct. The message is one line: the mistake, its place, and the remedy."""
+    """A mistake that the user can correct. The message is one line: mistake, place and remedy."""
 
 
 class NothingToLearn(InputError):

@@ -277,7 +277,7 @@ def head_outputs(model, input_ids, token_indices, position_ids=None, attention_m
 
     input_ids: (B, T), right-padded. token_indices: (2, n), row and column of the tokens to read.
     position_ids, attention_mask: (B, T) and (B, 1, T, T) bool, True if a query may attend. Both: rows whose
-      responses share a prompt (batches.collate_comparisons). position_ids only: packed documents. Neither:
+      responses share a prompt (batches.tree_mask). position_ids only: packed documents. Neither:
       plain causal rows.
     Returns (n, number of outputs), fp32."""
     with _computing(model, input_ids):

@@ -34,7 +34,7 @@ from common import batches, dist, models, sampler
 from common.batches import Document, Row
 from common.errors import InputError
 from common.data import tiny
-from common.loading import checks, pretrained
+from common.loading import checks, lora, pretrained
 from common.run import checkpoints, run
 
 V = 61  # vocabulary, a prime: no other dimension has it
@@ -694,13 +694,15 @@ def test_shares_prompts_detects_responses_that_see_each_other(
         (["neither", "both"], (True, True), (False, False)),
         (["both"], (True, False), (True, False)),
         (["both"], (False, True), (False, False)),  # a row of its own has nobody to share a prompt with
+        (["both", "frozen base"], (True, True), (True, True)),  # tested as the policy, in the policy's dtype
     ],
 )
 def test_rows_of_ppo_are_those_that_all_models_support_and_the_flags_allow(supported, flags, want, monkeypatch):
     monkeypatch.setattr(checks, "packs", lambda model: model != "neither")
     monkeypatch.setattr(checks, "shares_prompts", lambda model, max_length: model == "both")
     args = types.SimpleNamespace(packing=flags[0], share_prompt=flags[1], max_length=64)
-    checks.fit_rows(args, supported)
+    frozen = lora.FrozenBase.__new__(lora.FrozenBase)
+    checks.fit_rows(args, [frozen if model == "frozen base" else model for model in supported])
     assert (args.packing, args.share_prompt) == want
 
 

@@ -199,6 +199,8 @@ def test_a_row_is_no_longer_than_max_length_where_responses_share_a_prompt():
         assert sorted(len(block) for block in blocks) == sorted(trees)
         assert sorted(document.number for block in blocks for document in block) == [0, 1, 2, 3]
         assert all(n_tokens(block) <= length for block in blocks)
+    blocks = make_blocks(documents, 512, multiple=2, share_prompt=True)  # one tree would leave a rank without a row
+    assert [[document.shared for document in block] for block in blocks] == [[0, 0], [0, 0]]
     same = [document._replace(number=0) for document in documents]  # rows of other losses have no number
     assert all(not document.shared for block in make_blocks(same, 64, share_prompt=True) for document in block)
 

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from common import batches, dist, models, sampler
+from common.loading import lora
 
 WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
 
@@ -52,7 +53,10 @@ def shares_prompts(model, max_length) -> bool:
 
 
 def fit_rows(args, models):
-    """Switch off --packing and --share-prompt if one of these models does not support them."""
+    """Switch off --packing and --share-prompt if one of these models does not support them.
+
+    A lora.FrozenBase is not tested: it computes with the policy's weights, in the policy's dtype."""
+    models = [model for model in models if not isinstance(model, lora.FrozenBase)]
     args.packing = args.packing and all(map(packs, models))
     shares = partial(shares_prompts, max_length=args.max_length)
     args.share_prompt = args.packing and args.share_prompt and all(map(shares, models))
@@ -115,7 +119,7 @@ def fit_slots(args, learning):
         args.slots = args.slots or 16
         return
     dtype = policy.compute_dtype
-    length = args.max_length + sampler.SPARE_COLUMNS
+    length = math.ceil(args.max_length / 64) * 64 + sampler.SPARE_COLUMNS  # widths are whole 64s there
     slot = length * cache_bytes(policy.config, dtype) / dist.ranks_per_copy
     free, total = torch.accelerator.get_memory_info(policy.device)
     n_learning = sum(p.numel() for model in learning for p in model.parameters() if p.requires_grad)

@@ -1,5 +1,5 @@
-"""Draw the plots of a run. A plot is a function of the run's folder that returns the drawing, or None if there
-is nothing to draw."""
+"""Draw the plots of a run. A plot is a function of the run's folder that returns the drawing, or None if
+there is nothing to draw."""
 
 import itertools
 import math
