@@ -172,15 +172,15 @@ def make_blocks(
     if not packing:
         return [[document] for document in documents]
     trees = []
-    for document in documents:
+    for document in documents if share_prompt else ():
         n_prompt = len(document.ids) - n_response_tokens([[document]])
         tree = trees[-1] if trees else []
         follows = tree and tree[-1].number < document.number and tree[-1].messages is document.messages
-        if share_prompt and follows and n_tokens([*tree, document]) - n_prompt <= max_length:
+        if follows and n_tokens([*tree, document]) - n_prompt <= max_length:
             tree.append(document._replace(shared=n_prompt))
         else:
             trees.append([document])
-    if len(trees) < multiple:  # a tree is one row: some ranks would have none
+    if len(trees) < multiple:  # no prompt is shared, or some ranks would have no row, as a tree needs one row
         trees = [[document] for document in documents]
     lengths = list(map(n_tokens, trees))
     packed = pack(lengths, max_length) if multiple == 1 else pack_evenly(lengths, max_length, multiple)
@@ -226,9 +226,8 @@ def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
             branch[i, start:end] = number * response_mask[i, start:end]
     documents = [document for block in blocks for document in block]
     mask = response_mask[:, 1:].contiguous()
-    rows, columns = mask.nonzero().T  # on a GPU, nonzero would wait for its queue
-    token_indices = torch.stack([rows, columns])
-    sources = torch.stack([rows, before[rows, columns + 1]])
+    token_indices = mask.nonzero().T  # on a GPU, nonzero would wait for its queue
+    sources = torch.stack([token_indices[0], before[:, 1:][mask]])
     tensors = (input_ids, position_ids, mask, token_indices, sources)
     shares = any(document.shared for document in documents)
     attention_mask = tree_mask(tree, branch, device) if shares else None

@@ -318,10 +318,8 @@ def state_values(model, batch):
 
     Returns (B, T-1), fp32, 0 at other tokens. Index t is read at token t, which has seen tokens 0..t but not
     the action, token t+1."""
-    outputs = model.head_outputs(
-        batch.input_ids, batch.sources, batch.position_ids, batch.attention_mask
-    )[:, 0]
-    return outputs.new_zeros(batch.action_mask.shape).index_put(tuple(batch.token_indices), outputs)
+    outputs = model.head_outputs(batch.input_ids, batch.sources, batch.position_ids, batch.attention_mask)
+    return outputs.new_zeros(batch.action_mask.shape).index_put(tuple(batch.token_indices), outputs[:, 0])
 
 
 def response_logprobs(model, batch) -> torch.Tensor:

@@ -351,6 +351,12 @@ def _width_multiple(device) -> int:
     return 1 if device.type == "cpu" else 64
 
 
+def cache_columns(n_tokens, device) -> int:
+    """Return the columns of a cache for rows of up to n_tokens tokens, rounded like a step's width."""
+    multiple = _width_multiple(device)
+    return math.ceil(n_tokens / multiple) * multiple + SPARE_COLUMNS
+
+
 class RaggedCache(Cache):
     """A transformers cache for decoding one token per row and step, with rows of different lengths.
 
@@ -360,7 +366,7 @@ class RaggedCache(Cache):
     def __init__(self, model, slots, longest_prompt, max_new_tokens):
         self.device = next(model.parameters()).device
         self.multiple = _width_multiple(self.device)
-        columns = math.ceil((longest_prompt + max_new_tokens) / self.multiple) * self.multiple + SPARE_COLUMNS
+        columns = cache_columns(longest_prompt + max_new_tokens, self.device)
         likes = DynamicCache(config=model.config).layers
         config = model.config
         super().__init__(layers=[_Layer(like, slots, columns) for like in likes])

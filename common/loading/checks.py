@@ -119,7 +119,7 @@ def fit_slots(args, learning):
         args.slots = args.slots or 16
         return
     dtype = policy.compute_dtype
-    length = math.ceil(args.max_length / 64) * 64 + sampler.SPARE_COLUMNS  # widths are whole 64s there
+    length = sampler.cache_columns(args.max_length, policy.device)
     slot = length * cache_bytes(policy.config, dtype) / dist.ranks_per_copy
     free, total = torch.accelerator.get_memory_info(policy.device)
     n_learning = sum(p.numel() for model in learning for p in model.parameters() if p.requires_grad)
