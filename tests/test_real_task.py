@@ -28,6 +28,18 @@ def test_a_tenth_of_the_labels_is_wrong():
     assert len(pairs) == 2000 and 160 < sum(pair["chosen"] == "no" for pair in pairs) < 240
 
 
+def test_right_answers_rank_above_their_different_wrong_ones():
+    answers = [("a", text, text == "A", "upper") for text in ("A", "x", "x", "A", "y")]
+    answers += [("b", "B", True, "upper"), ("c", "5", False, "extract")]  # no pair
+    answers += [("d", text, text == "3", "extract") for text in ("3", "7", "8")]
+    of = lambda *texts: [{"text": text, "score": float(i == 0)} for i, text in enumerate(texts)]
+    first = {"prompt": "a", "responses": of("A", "x", "y"), "category": "upper"}
+    last = {"prompt": "d", "responses": of("3", "7", "8"), "category": "extract"}
+    assert real_task.ranked_answers(answers) == [first, last]
+    assert real_task.ranked_answers(answers, 3) == [first, {**last, "responses": of("3", "7")}]
+    assert real_task.ranked_answers(answers, 2) == [first]
+
+
 def rows(right, prompts):
     return [{"prompt": prompt, "right": value} for prompt, value in zip(prompts, right, strict=True)]
 
@@ -81,6 +93,20 @@ def test_the_table_of_hand_made_answers(tmp_path):
     files.write_jsonl(folders[0] / "answers" / "samples.jsonl", [row for row in rows_of if row["policy"] == "sft"])
     last = real_reward.gains(folders)[-1].split("|")
     assert last[2].strip() == "0 -> 50 %" and last[4].strip() == "-, 50"
+
+
+def test_cells_of_arms_and_of_a_proxy():
+    def answers(*numbers):  # whether it is right, and its score
+        names = zip("ab", ("upper", "extract"), numbers, strict=True)
+        return [{"prompt": p, "category": c, "right": right, "score": s, "kl": 1.0} for p, c, (right, s) in names]
+
+    before = [answers((0, 1.0), (1, 3.0)), answers((0, 0.0), (0, 2.0))]
+    after = [answers((1, 4.0), (1, 4.0)), answers((1, 1.0), (0, 1.0))]
+    [cells] = real_reward.compared([(before, after)])
+    assert cells[0] == "25 -> 75 %" and cells[1].startswith("+0.50")
+    assert cells[2:] == ["100, 50", "50 %", "100 %", "1.0"]
+    # means rise by 2 and 0, and both seeds' scores before deviate by the square root of 2: (1.41 + 0) / 2
+    assert real_reward.proxy(before, after) == "+0.7"
 
 
 def test_rollouts_of_metrics(tmp_path):

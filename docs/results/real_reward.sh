@@ -7,10 +7,12 @@
 #     bash docs/results/real_reward.sh                                       seed 0
 #     SEEDS="14 15 16" MODEL=path/to/SmolLM2-135M-Instruct TASKS=upper+extract bash docs/results/real_reward.sh
 #     STEPS="data sft ppo answers table" bash docs/results/real_reward.sh    these steps alone, in the order below
+#     PAIRS="100 400 1600" bash docs/results/real_reward.sh    also PPO with reward models of so many labelled pairs
+#     DTYPE=1 bash docs/results/real_reward.sh                 also PPO in bfloat16, with and without --importance-cap
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 model=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct} tasks=${TASKS:-upper+extract}
-seeds=${SEEDS:-0} steps=${STEPS:-all} folder=${FOLDER:-runs/real_reward}/$tasks
+seeds=${SEEDS:-0} steps=${STEPS:-all} pairs=${PAIRS:-} folder=${FOLDER:-runs/real_reward}/$tasks
 task=tests/benchmarks/real_task.py
 export PYTHONPATH=$PWD  # for grpo.py
 
@@ -56,6 +58,39 @@ for seed in $seeds; do
     step answers "$out/answers/summary.json" python -m common.programs.evaluate --policies "${policies[@]}" \
         --scorer $task:correct --dataset "$out/test.jsonl" --max-length 64 --max-new-tokens 13 \
         --seed "$seed" --output-dir "$out/answers"
+
+    # the same PPO with learned reward models: from 8 answers of SFT to each of 800 other prompts, the right one is
+    # labelled as better than each different wrong one. Fewer pairs are repeated more often
+    if [ -n "$pairs" ]; then
+        step labels "$out/labels_test.jsonl" python $task compare "$sft" "$out" "$seed" "$pairs"
+        ask=(--dataset "$out/test.jsonl" --max-length 64 --max-new-tokens 13 --seed "$seed")
+    fi
+    for n in $pairs; do
+        epochs=$((n < 200 ? 8 : n < 800 ? 4 : 2))
+        run reward_"$n" reward.py --model "$sft" --dataset "$out/labels_$n.jsonl" \
+            --eval-dataset "$out/labels_test.jsonl" --batch-size 16 --micro-batch-size 16 --lr 3e-5 --epochs $epochs \
+            --eval-every 0 --length-prompts 0
+        run ppo_"$n" ppo.py "${online[@]}" --scorer "$out/reward_$n"
+        step answers_"$n" "$out/answers_$n/summary.json" python -m common.programs.evaluate "${ask[@]}" \
+            --policies "sft=$sft" "ppo=$out/ppo_$n" --scorer "$out/reward_$n" --output-dir "$out/answers_$n"
+    done
+
+    # the sampler's probabilities against the trainer's; then PPO in bfloat16 with the weights that correct for it
+    # (their cap is 2 unless given) and without
+    if [ -n "${DTYPE:-}" ]; then
+        for p in 1.0 0.9; do
+            for dtype in float32 bfloat16; do
+                run ratios_${dtype}_$p ppo.py "${online[@]}" --iterations 2 --compute-dtype $dtype --top-p $p
+            done
+        done
+        run ppo_bfloat16 ppo.py "${online[@]}" --compute-dtype bfloat16
+        run ppo_bfloat16_uncorrected ppo.py "${online[@]}" --compute-dtype bfloat16 --importance-cap 0
+        step answers_bfloat16 "$out/answers_bfloat16/summary.json" python -m common.programs.evaluate \
+            --policies "sft=$sft" "ppo_float32=$out/ppo" "ppo_bfloat16=$out/ppo_bfloat16" \
+            "ppo_bfloat16_uncorrected=$out/ppo_bfloat16_uncorrected" --compute-dtype bfloat16 \
+            --scorer $task:correct --dataset "$out/test.jsonl" --max-length 64 --max-new-tokens 13 \
+            --seed "$seed" --output-dir "$out/answers_bfloat16"
+    fi
 done
 if [[ $steps = all || " $steps " == *" table "* ]]; then
     python tests/benchmarks/real_reward.py "$folder" "$seeds"

@@ -1,4 +1,5 @@
-"""Print the gains of the methods of docs/results/real_reward.sh and some of their answers, and draw their rollouts.
+"""Print the gains of the methods of docs/results/real_reward.sh and some of their answers, and draw their rollouts;
+with its PAIRS and DTYPE also the gains by reward models, and by dtype.
 
 python tests/benchmarks/real_reward.py FOLDER SEEDS"""
 
@@ -14,6 +15,7 @@ from real_task import right
 
 from common.data import files
 from common.run import plots
+from common.scoring import measures
 
 METHODS = {"ppo": "PPO", "grpo": "GRPO", "rejection_sampling": "rejection sampling", "dpo": "iterative DPO"}
 
@@ -50,11 +52,12 @@ def gain(before: list[list[dict]], after: list[list[dict]], deviation=0.0, freed
     return mean, half
 
 
-def read(folders) -> dict[str, dict[Path, list[dict]]]:
-    """{policy: {folder of a seed that has it: the rows of its answers, with whether they are right}}."""
+def read(folders, name="answers") -> dict[str, dict[Path, list[dict]]]:
+    """{policy: {folder of a seed that has it: the rows of its answers, with whether they are right}}, of the evaluation
+    with this name."""
     answers = {}
     for folder in folders:
-        for row in right(folder / "answers" / "samples.jsonl", folder / "test.jsonl"):
+        for row in right(folder / name / "samples.jsonl", folder / "test.jsonl"):
             answers.setdefault(row["policy"], {}).setdefault(folder, []).append(row)
     return answers
 
@@ -78,7 +81,6 @@ def gains(folders) -> list[str]:
         statistics.fmean(differences(answers["sft"][folder], rows)) for folder, rows in by_seed.items()
     ]
     deviation, freedom = spread([of_seeds(by_seed) for policy, by_seed in answers.items() if policy != "sft"])
-    share = lambda rows: f"{100 * statistics.fmean(row['right'] for row in rows):.0f}"
     lines = []
     for policy, by_seed in answers.items():
         rows = sum(by_seed.values(), [])
@@ -98,6 +100,99 @@ def gains(folders) -> list[str]:
     seeds = ", ".join(folder.name for folder in folders)
     titles = ["", "right", "gain", f"right, seeds {seeds}, %", *tasks, "KL", "ended", "CPU minutes"]
     return markdown(titles, lines)
+
+
+def share(rows) -> str:
+    return f"{100 * statistics.fmean(row['right'] for row in rows):.0f}"
+
+
+def compared(arms) -> list[list[str]]:
+    """Cells of each arm: right before and after, the gain, right by task, and the KL.
+
+    arms: for each the rows of its seeds' answers before and after, [(rows by seed, rows by seed)]."""
+    of_seeds = [[statistics.fmean(differences(*of_seed)) for of_seed in zip(*arm)] for arm in arms]
+    deviation, freedom = spread(of_seeds)
+    lines = []
+    for before, after in arms:
+        rows = sum(after, [])
+        middle, half = gain(before, after, deviation, freedom)
+        cells = [f"{share(sum(before, []))} -> {share(rows)} %"]
+        cells += [f"{middle:+.2f} [{middle - half:+.2f}, {middle + half:+.2f}]", ", ".join(map(share, after))]
+        cells += [f"{share([row for row in rows if row['category'] == task])} %" for task in tasks_of(rows)]
+        lines.append([*cells, f"{statistics.fmean(row['kl'] for row in rows):.1f}"])
+    return lines
+
+
+def tasks_of(rows) -> list[str]:
+    return sorted({row["category"] for row in rows})
+
+
+def titles_of(folders, rows) -> list[str]:
+    """Titles of the cells that `compared` makes."""
+    seeds = ", ".join(folder.name for folder in folders)
+    return ["right", "gain", f"right, seeds {seeds}, %", *tasks_of(rows), "KL"]
+
+
+def learned(folders) -> list[str]:
+    """Make the table of PPO with reward models of few and many labelled pairs, and with the check itself: how well
+    each tells a right from a wrong held-out answer, and what is gained in truth and in the model's own score."""
+    counts = sorted(int(file.parent.name[8:]) for file in folders[0].glob("answers_*[0-9]/summary.json"))
+    answers = read(folders)
+    arms = [([*answers["sft"].values()], [*answers["ppo"].values()])]
+    firsts = [["the check", "", "", "", ""]]
+    for n in counts:
+        before, after = ([*by_seed.values()] for by_seed in read(folders, f"answers_{n}").values())
+        arms.append((before, after))
+        ranked = {}
+        for folder in folders:
+            for row in files.read_jsonl(folder / f"reward_{n}" / "samples.jsonl"):
+                for part in ("all", row["category"]):
+                    ranked.setdefault(part, []).append(row)
+        accuracies = [f"{measures.pair_metrics(ranked[part])['accuracy']:.0%}" for part in sorted(ranked)]
+        firsts.append([f"a reward model of {n:,} pairs", *accuracies, proxy(before, after)])
+    rows = sum(arms[0][0], [])
+    lines = [[*first, *cells] for first, cells in zip(firsts, compared(arms))]
+    titles = ["reward", "accuracy", *(f"of {task}" for task in tasks_of(rows)), "own gain"]
+    return markdown([*titles, *titles_of(folders, rows)], lines)
+
+
+def proxy(before, after) -> str:
+    """The gain in the scorer's score, in standard deviations of its scores of the answers before; mean over seeds."""
+    gains = []
+    for old, new in zip(before, after):
+        scores, later = ([row["score"] for row in rows] for rows in (old, new))
+        gains.append((statistics.fmean(later) - statistics.fmean(scores)) / statistics.stdev(scores))
+    return f"{statistics.fmean(gains):+.1f}"
+
+
+def sampler_cells(folders, name) -> list[str]:
+    """How far the sampler's probabilities are from the trainer's in the rollouts of a run: k3 and the largest ratio."""
+    rows = [row for folder in folders for row in files.read_jsonl(folder / name / "metrics.jsonl")]
+    rows = [row for row in rows if "policy/sampler_kl" in row]
+    kl = statistics.fmean(row["policy/sampler_kl"] for row in rows)
+    return [f"{kl:.1e}", f"{max(row['policy/sampler_ratio_max'] for row in rows):.2f}"]
+
+
+def ratios(folders) -> list[str]:
+    """Make the table of the sampler's probabilities against the trainer's in SFT's first rollouts."""
+    arms = [(dtype, p) for dtype in ("float32", "bfloat16") for p in ("1.0", "0.9")]
+    lines = [[dtype, p, *sampler_cells(folders, f"ratios_{dtype}_{p}")] for dtype, p in arms]
+    return markdown(["", "`--top-p`", "k3 per token", "largest ratio"], lines)
+
+
+def dtypes(folders) -> list[str]:
+    """Make the table of PPO in bfloat16, with and without the weights that correct for the sampler. All answers are
+    sampled in bfloat16."""
+    before, in_float32, capped, plain = ([*of.values()] for of in read(folders, "answers_bfloat16").values())
+    arms = [(before, in_float32), (before, capped), (before, plain), (plain, capped)]
+    firsts = [
+        ["float32", *sampler_cells(folders, "ppo")],
+        ["bfloat16, `--importance-cap 2`", *sampler_cells(folders, "ppo_bfloat16")],
+        ["bfloat16, `--importance-cap 0`", *sampler_cells(folders, "ppo_bfloat16_uncorrected")],
+        ["the cap, over none", "", ""],
+    ]
+    lines = [[*first, *cells] for first, cells in zip(firsts, compared(arms))]
+    return markdown(["PPO in", "k3 per token", "largest ratio", *titles_of(folders, sum(before, []))], lines)
 
 
 def samples(folders) -> list[str]:
@@ -147,10 +242,22 @@ def draw(folders, path):
     plots.save(drawing, path)
 
 
+TABLES = {  # what makes them, and the last file of each seed that it reads
+    gains: "answers/samples.jsonl",
+    samples: "answers/samples.jsonl",
+    learned: "labels_test.jsonl",
+    ratios: "ratios_bfloat16_0.9/summary.json",
+    dtypes: "answers_bfloat16/samples.jsonl",
+}
+
+
 def main(folder, seeds):
     folders = [Path(folder, seed) for seed in seeds.split()]
     name = "_".join(("real_reward", *Path(folder).name.split("+"), *seeds.split()))
-    for make, suffix in ((gains, ""), (samples, "_samples")):
+    for make, needed in TABLES.items():
+        if not all((folder / needed).exists() for folder in folders):
+            continue
+        suffix = "" if make is gains else f"_{make.__name__}"
         lines = make(folders)
         print("\n".join([*lines, ""]))
         publish(name + suffix, lines)

@@ -2,6 +2,7 @@
 
 python tests/benchmarks/real_task.py data TASKS SEED FOLDER
 python tests/benchmarks/real_task.py label POLICY PROMPTS FLIPPED SEED FILE
+python tests/benchmarks/real_task.py compare POLICY FOLDER SEED COUNTS
 python tests/benchmarks/real_task.py likely FOLDER NAMES...
 python tests/benchmarks/real_task.py table FOLDER SEEDS
 
@@ -129,6 +130,44 @@ def label(policy, prompts, flipped, seed, file):
     print(f"{len(pairs)} pairs")
 
 
+def ranked_answers(answers, most=math.inf) -> list[dict]:
+    """Rank the right answer to a prompt above its different wrong ones, from [(question, text, whether it is right,
+    category)]. Prompts without both kinds have none. Ends when there are `most` pairs of a right and a wrong answer."""
+    of_prompt, rankings, pairs = {}, [], 0
+    for question, text, right, category in answers:
+        of_prompt.setdefault((question, category), {})[text] = float(right)
+    for (question, category), scores in of_prompt.items():
+        best = [{"text": text, "score": 1.0} for text, right in scores.items() if right]  # one, or none
+        wrong = [{"text": text, "score": 0.0} for text, right in scores.items() if not right]
+        if best and wrong and pairs < most:
+            wrong = wrong[: min(len(wrong), most - pairs)]
+            rankings.append({"prompt": question, "responses": best + wrong, "category": category})
+            pairs += len(wrong)
+    return rankings
+
+
+def compare(policy, folder, seed, counts):
+    """Write FOLDER/labels_N.jsonl for each N of counts ("100 400"), N pairs of a right and a wrong answer of a policy
+    to the prompts for labels, each larger file with the rows of the smaller ones; and labels_test.jsonl."""
+    tokenizer = pretrained.load_tokenizer(policy)
+    model = pretrained.load_policy(policy, tokenizer).eval()
+    for names, n in ((("pairs", "renewed"), 8), (("test",), 4)):
+        asked = ",".join(f"{folder}/{name}.jsonl" for name in names)
+        prompts = load_prompts(asked, "train", tokenizer, max_tokens=56)
+        sampled = sample_pairs(model, tokenizer, prompts, n=n, seed=int(seed), max_new_tokens=13, slots=64)
+        texts = [answer.text.strip() for _, answer in sampled]
+        right = correct([], texts, [prompt.row.data for prompt, _ in sampled])
+        answers = [
+            (prompt.question, text, is_right, prompt.category)
+            for (prompt, _), text, is_right in zip(sampled, texts, right) if text
+        ]
+        for count in counts.split() if n == 8 else ("test",):
+            rankings = ranked_answers(answers, math.inf if count == "test" else int(count))
+            pairs = sum(len(row["responses"]) - 1 for row in rankings)
+            print(f"labels_{count}: {pairs} pairs of {len(rankings)} prompts, {statistics.fmean(right):.1%} right")
+            files.write_jsonl(f"{folder}/labels_{count}.jsonl", rankings)
+
+
 def likely(folder, *names):
     """Write FOLDER/likely.jsonl: the policies' probabilities of the correct answers to held-out prompts, and of the
     end after them."""
@@ -150,7 +189,7 @@ def likely(folder, *names):
 
 # -- tables: lines of markdown, from what all seeds wrote -------------------------------------------
 def right(path, truth) -> list[dict]:
-    """Read the rows of answers in this file, and mark whether each is correct, and its task. truth: the file of prompts."""
+    """Read the rows of answers in this file, and mark whether each is correct, and its task. truth: file of prompts."""
     of_prompt = {row["prompt"]: row for row in files.read_jsonl(truth)}
     rows = files.read_jsonl(path)
     for row in rows:
@@ -291,4 +330,4 @@ def table(folder, seeds):
 
 
 if __name__ == "__main__":
-    {"data": data, "label": label, "likely": likely, "table": table}[sys.argv[1]](*sys.argv[2:])
+    {"data": data, "label": label, "compare": compare, "likely": likely, "table": table}[sys.argv[1]](*sys.argv[2:])
