@@ -160,12 +160,13 @@ def pack_evenly(lengths: list[int], size: int, multiple: int) -> list[list[int]]
 
 
 def make_blocks(
-    documents: list[Document], max_length: int, packing=True, multiple=1, share_prompt=False
+    documents: list[Document], max_length: int, packing=True, multiple=0, share_prompt=False
 ) -> list[list[Document]]:
     """Group documents into blocks, lists of documents that share a row; without packing, one document each.
 
-    multiple: number of ranks that share the blocks. If above 1, the number of blocks is a multiple of it and
-      rows are about equally long, so that no rank waits for another.
+    multiple: 0 fills the rows as far as possible. Otherwise the number of ranks that share the blocks: the
+      number of blocks is a multiple of it and rows are about equally long, so that no rank waits for another
+      and a micro-batch has little padding.
     share_prompt: True forms trees of a rollout's responses (responses.documents) to one prompt: their row has
       the prompt once. Responses that would make the row longer than max_length begin another tree. With fewer
       trees than ranks, no prompt is shared."""
@@ -180,10 +181,10 @@ def make_blocks(
             tree.append(document._replace(shared=n_prompt))
         else:
             trees.append([document])
-    if len(trees) < multiple:  # no prompt is shared, or some ranks would have no row, as a tree needs one row
+    if len(trees) < max(1, multiple):  # share none: a tree needs one row, so some ranks would have none
         trees = [[document] for document in documents]
     lengths = list(map(n_tokens, trees))
-    packed = pack(lengths, max_length) if multiple == 1 else pack_evenly(lengths, max_length, multiple)
+    packed = pack_evenly(lengths, max_length, multiple) if multiple else pack(lengths, max_length)
     return [[document for i in block for document in trees[i]] for block in packed]
 
 

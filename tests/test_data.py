@@ -1064,12 +1064,14 @@ def test_even_packing_balances_ranks_and_keeps_every_document(n, multiple):
         assert sum(first_fit) / 8 / max(sum(first_fit[rank::8]) for rank in range(8)) < 0.95
 
 
-def test_blocks_of_one_rank_are_packed_first_fit_and_of_several_evenly():
+def test_blocks_are_filled_first_fit_or_packed_evenly_for_ranks():
     documents = [document(list(range(1, n + 1)), 1) for n in (9, 5, 5, 3, 3, 3)]
-    of = lambda multiple: [[len(d.ids) for d in block] for block in make_blocks(documents, 14, multiple=multiple)]
-    assert of(1) == [[9, 5], [5, 3, 3, 3]]
-    assert of(2) == of(1)  # the shortest row first would need four
-    assert of(4) == [[9], [5, 3], [5], [3, 3]]
+    of = lambda length, n: [[len(d.ids) for d in block] for block in make_blocks(documents, length, multiple=n)]
+    assert of(14, 0) == [[9, 5], [5, 3, 3, 3]]
+    assert of(14, 1) == of(14, 2) == of(14, 0)  # the shortest row first would need more rows
+    assert of(14, 4) == [[9], [5, 3], [5], [3, 3]]
+    assert of(20, 0) == [[9, 5, 5], [3, 3, 3]]  # a batch of 2 x 19 tokens
+    assert of(20, 1) == of(20, 2) == [[9, 3, 3], [5, 5, 3]]  # 2 x 15
 
 
 def document(ids, n_prompt, prompt="a"):
