@@ -516,9 +516,8 @@ def _check_model(model, prompts, max_new_tokens):
     layers = DynamicCache(config=config).layers
     windows = [getattr(layer, "sliding_window", 0) for layer in layers] + [getattr(config, "window_size", 0)]
     size = min(16 + max([window for window in windows if window <= SMALL_WINDOW], default=0), room)
-    lengths = size - 4, size - 6, size // 2
     row_of = lambda length: [(7 * i + length) % config.vocab_size for i in range(length)]
-    rows = list(map(row_of, lengths))
+    rows = list(map(row_of, (size - 4, size - 6, size // 2)))
     rollout = _sample(model, rows, 1, 4, [], 0, (1.0, 1.0, 0), slots=3, seed=0, progress=False)
     for row, tokens, logprobs in zip(rows, rollout.response_tokens, rollout.sample_logprobs):
         ids = torch.cat([torch.tensor(row, device=tokens.device), tokens])[None]
