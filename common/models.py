@@ -16,8 +16,9 @@ import types
 from functools import partial
 
 import torch
+from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint
-from transformers import masking_utils, modeling_flash_attention_utils as flash_utils
+from transformers import AttentionInterface, masking_utils, modeling_flash_attention_utils as flash_utils
 
 from common import batches, dist, losses
 from common.sampler import cache_argument, n_positions as n_positions, to_device
@@ -125,10 +126,14 @@ def _last_hidden(model, input_ids, position_ids=None, attention_mask=None):
     if attention_mask is not None:
         attention_mask = _masks(model.config.get_text_config(), attention_mask, position_ids, model.dtype)
     options = {"position_ids": position_ids, "attention_mask": attention_mask, "use_cache": False}
-    if position_ids is not None and attention_mask is None and "flash" in model.config._attn_implementation:
+    kernel = model.config._attn_implementation
+    if position_ids is not None and attention_mask is None and ("flash" in kernel or kernel == "varlen"):
         # From positions, transformers' flash attention finds packed documents only in a batch of one row
         (q, k), (longest, _) = flash_utils.prepare_fa_kwargs_from_position_ids(position_ids)
+        longest = longest.item()  # once, or every layer would wait for it
         options.update(cu_seq_lens_q=q, cu_seq_lens_k=k, max_length_q=longest, max_length_k=longest)
+        # Transformers keeps a 4-D mask, so it makes none of (B, 1, T, T); _varlen does not read it
+        options["attention_mask"] = q.new_zeros(1, 1, 1, 1) if kernel == "varlen" else None
     return model.base_model(input_ids=input_ids, **options).last_hidden_state
 
 
@@ -168,6 +173,31 @@ def _sdpa_mask(dtype=torch.float32, **options):
 masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", _sdpa_mask)  # the documented way to replace it
 
 
+def _varlen(module, query, key, value, attention_mask, cu_seq_lens_q=None, max_length_q=0, **options):
+    """Compute the attention of packed documents with torch's varlen_attn, and any other with SDPA.
+
+    This is `--attention varlen`, called by every layer of a model. The kernel takes each document's bounds,
+    needs no mask and shares keys among grouped queries; it exists for CUDA and in half precision only.
+
+    query: (B, H, T, D). key, value: (B, key-value heads, T, D).
+    cu_seq_lens_q: the bounds, counted over all rows, from _last_hidden; None: `attention_mask` tells.
+    Returns ((B, T, H, D), None)."""
+    if cu_seq_lens_q is None:
+        return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, **options)
+    if any(torch.is_tensor(x) or x for x in map(options.get, ("dropout", "softcap", "s_aux"))):
+        raise ValueError("varlen_attn has no dropout, no attention sinks and no soft cap")
+    # Autocast leaves fp32 what rotary embeddings have touched; value comes from a linear layer
+    q, k, v = (x.transpose(1, 2).flatten(0, 1).to(value.dtype) for x in (query, key, value))
+    window = (options.get("sliding_window") or 0) - 1, 0  # tokens before and after a query; -1: all
+    settings = {"scale": options.get("scaling"), "window_size": window, "enable_gqa": True}
+    out = varlen.varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **settings)
+    return out.unflatten(0, (len(query), -1)), None
+
+
+AttentionInterface.register("varlen", _varlen)
+masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("varlen", _sdpa_mask)
+
+
 def _unembed(model, hidden, targets, temperature=1.0, entropy=False):
     """Compute log probabilities and entropies, (n,) each, from (n, H) hidden states and (n,) targets.
 
@@ -205,7 +235,7 @@ def next_token_logprobs(model, input_ids, token_indices, before=()):
         hidden = model.base_model(input_ids=input_ids, **options).last_hidden_state
     head = model.get_output_embeddings()
     hidden = hidden[token_indices[0], token_indices[1]].float()
-    # Cast in pieces, since an fp32 copy of 128,000 rows of 4,096 takes 2 GB. On a CPU they fit into its cache:
+    # Cast in pieces, since an fp32 copy of 128,000 rows of 4,096 takes 2 GB. On a CPU each fits the cache:
     # 0.34 s instead of 0.91 s for 16 positions and 151,936 rows of 896
     size = LOGITS_IN_MEMORY // (head.weight.shape[1] * (16 if head.weight.device.type == "cpu" else 1))
     logits = torch.cat([hidden @ some_rows.float().T for some_rows in head.weight.split(size)], 1)
