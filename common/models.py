@@ -186,12 +186,12 @@ def _varlen(module, query, key, value, attention_mask, cu_seq_lens_q=None, max_l
         return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, **options)
     if any(torch.is_tensor(x) or x for x in map(options.get, ("dropout", "softcap", "s_aux"))):
         raise ValueError("varlen_attn has no dropout, no attention sinks and no soft cap")
-    # Autocast leaves fp32 what rotary embeddings have touched; value comes from a linear layer
+    # Under autocast, rotary embeddings return fp32; value comes straight from a linear layer
     q, k, v = (x.transpose(1, 2).flatten(0, 1).to(value.dtype) for x in (query, key, value))
     window = (options.get("sliding_window") or 0) - 1, 0  # tokens before and after a query; -1: all
     settings = {"scale": options.get("scaling"), "window_size": window, "enable_gqa": True}
-    out = varlen.varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **settings)
-    return out.unflatten(0, (len(query), -1)), None
+    mixed = varlen.varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **settings)
+    return mixed.unflatten(0, (len(query), -1)), None
 
 
 AttentionInterface.register("varlen", _varlen)
