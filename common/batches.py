@@ -159,11 +159,10 @@ def pack_evenly(lengths: list[int], size: int, multiple: int) -> list[list[int]]
         n += multiple
 
 
-def make_blocks(
-    documents: list[Document], max_length: int, packing=True, multiple=0, share_prompt=False
-) -> list[list[Document]]:
+def make_blocks(documents, max_length, packing=True, multiple=0, share_prompt=False) -> list[list[Document]]:
     """Group documents into blocks, lists of documents that share a row; without packing, one document each.
 
+    documents: list[Document]. max_length: tokens in a row.
     multiple: 0 fills the rows as far as possible. Otherwise the number of ranks that share the blocks: the
       number of blocks is a multiple of it and rows are about equally long, so that no rank waits for another
       and a micro-batch has little padding.
@@ -230,8 +229,7 @@ def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
     token_indices = mask.nonzero().T  # on a GPU, nonzero would wait for its queue
     sources = torch.stack([token_indices[0], before[:, 1:][mask]])
     tensors = (input_ids, position_ids, mask, token_indices, sources)
-    shares = any(document.shared for document in documents)
-    attention_mask = tree_mask(tree, branch, device) if shares else None
+    attention_mask = tree_mask(tree, branch, device) if any(d.shared for d in documents) else None
     return Batch(*(to_device(x, device) for x in tensors), documents, attention_mask)
 
 
@@ -331,9 +329,8 @@ def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu
         rows = [responses] if share_prompt else [[ids] for ids in responses]
         trees += [(i, [c.prompt_ids, *row]) for row in rows]
     lengths = [sum(map(len, pieces)) for _, pieces in trees]
-    rows = [[i] for i in range(len(trees))]
-    if share_prompt:  # longer rows pack tighter, at little cost in attention
-        rows = pack(lengths, max([ROW, *lengths]))
+    # Longer rows pack tighter, at little cost in attention
+    rows = pack(lengths, max([ROW, *lengths])) if share_prompt else [[i] for i in range(len(trees))]
     row_length = lambda row: sum(lengths[i] for i in row)
     width = max(map(row_length, rows), default=2)
     input_ids = torch.full((max(1, len(rows)), width), pad_id)
@@ -352,10 +349,8 @@ def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu
                 column += len(ids)
                 if piece or not ends[i]:
                     ends[i].append((row, column - 1))
-    mask = None
-    if share_prompt:
-        mask = tree_mask(tree, branch, device)
-    else:  # continue over the padding: for transformers a decrease in position starts a packed document
+    mask = tree_mask(tree, branch, device) if share_prompt else None
+    if not share_prompt:  # continue over padding: to transformers a decrease in position starts a document
         position_ids = torch.arange(width).expand_as(input_ids).clone()
     prompt_ends = torch.tensor([end[0] for end in ends], dtype=torch.long).reshape(-1, 2).T
     response_ends = [place for end in ends for place in end[1:]]

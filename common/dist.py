@@ -341,10 +341,9 @@ def consolidated(model):
 # -- an optimiser step -----------------------------------------------------------------------------
 def adamw(model, lr, args):
     """Make AdamW for the trainable weights. Betas are 0.9 and 0.95, as in the papers that name them."""
-    learning = [p for p in model.parameters() if p.requires_grad]
     eps = getattr(args, "adam_eps", 1e-8)
     factor = getattr(model, "lr_factor", 1)  # LoRA adapters have one (lora.py)
-    groups = [{"params": learning, "lr_factor": factor}]
+    groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr_factor": factor}]
     return torch.optim.AdamW(groups, lr * factor, (0.9, 0.95), eps, args.weight_decay, fused=True)
 
 

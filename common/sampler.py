@@ -230,6 +230,8 @@ def _most_likely(probs, top_p, top_k):
     else:  # sorting a whole vocabulary can cost more than the model, so try the top 1,024 tokens, then more
         ranked, ids = probs.topk(min(1024, vocabulary))
         whole = probs.sum(-1, keepdim=True)  # not exactly 1: an fp32 sum over a vocabulary errs by up to 1e-5
+        # On a GPU, Python waits here for whether they suffice. Without that, each step would have to sort the
+        # vocabulary: 4.8 s instead of 0.32 s for 64 rows of 151,936 tokens on a CPU core
         while ranked.shape[1] < vocabulary and (ranked.sum(-1, keepdim=True) < top_p * whole).any():
             ranked, ids = probs.topk(min(8 * ranked.shape[1], vocabulary))
     before = ranked.cumsum(-1) - ranked  # probability of all more likely tokens
@@ -373,7 +375,8 @@ class RaggedCache(Cache):
         # With full attention in all layers, pass the finished mask, so that the model need not build it anew
         full = all(type(like) is DynamicLayer for like in likes) and not getattr(config, "alibi", False)
         taken = _arguments(type(model), type(config))
-        self.is_plain = full and config._attn_implementation == "sdpa" and "position_ids" in taken
+        with_sdpa = config._attn_implementation in ("sdpa", "varlen")  # varlen, of models.py, decodes with it
+        self.is_plain = full and with_sdpa and "position_ids" in taken
         self.slots = slots
         self.columns = columns
         self.held = longest_prompt  # length of the longest row so far
@@ -514,9 +517,8 @@ def _check_model(model, prompts, max_new_tokens):
     layers = DynamicCache(config=config).layers
     windows = [getattr(layer, "sliding_window", 0) for layer in layers] + [getattr(config, "window_size", 0)]
     size = min(16 + max([window for window in windows if window <= SMALL_WINDOW], default=0), room)
-    lengths = size - 4, size - 6, size // 2
     row_of = lambda length: [(7 * i + length) % config.vocab_size for i in range(length)]
-    rows = list(map(row_of, lengths))
+    rows = list(map(row_of, (size - 4, size - 6, size // 2)))
     rollout = _sample(model, rows, 1, 4, [], 0, (1.0, 1.0, 0), slots=3, seed=0, progress=False)
     for row, tokens, logprobs in zip(rows, rollout.response_tokens, rollout.sample_logprobs):
         ids = torch.cat([torch.tensor(row, device=tokens.device), tokens])[None]

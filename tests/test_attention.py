@@ -4,12 +4,14 @@ refused in one line.
 `pretend_flash` takes flash attention's path through transformers' own code. Only the kernels, which need a
 GPU, are replaced by torch ones for the CPU."""
 
+import inspect
 import math
 import sys
 
 import pytest
 import tiny_families
 import torch
+import torch.nn.attention.varlen
 import transformers
 from test_models import SMALL, V, causal, small
 from helpers import Words
@@ -127,6 +129,175 @@ def test_without_bounds_flash_attention_lets_documents_of_a_batch_see_each_other
     monkeypatch.setattr(model.base_model, "forward", without)
     assert not checks.packs(model)
     assert "documents in a row would see each other" in capsys.readouterr().out
+
+
+# -- --attention varlen --------------------------------------------------------------------------
+def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    """torch's varlen_attn by its documentation, in plain operations. Its shapes, types and bounds are asserted."""
+    assert q.ndim == k.ndim == v.ndim == 3 and q.dtype == k.dtype == v.dtype
+    assert enable_gqa or q.shape[1] == k.shape[1]
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and cu_seq_q[0] == 0 and cu_seq_q[-1] == len(q) == len(k)
+    assert type(max_q) is type(max_k) is int and max_q == max_k == cu_seq_q.diff().max()
+    before, after = (n if n >= 0 else len(q) for n in window_size)
+    pieces = [x.tensor_split(cu_seq_q.tolist()[1:-1]) for x in (q, k, v)]
+    out = []
+    for q, k, v in zip(*pieces):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        seen = (distance <= before) & (-distance <= after)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
+        out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v))
+    return torch.cat(out)
+
+
+@pytest.fixture
+def pretend_varlen(monkeypatch):
+    """A machine with CUDA, and the calls of the kernel."""
+    calls = []
+    kernel = lambda *given, **options: calls.append(options) or varlen_attn(*given, **options)
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(dist, "attention", "varlen")
+    monkeypatch.setattr(dist, "here", torch.device("cuda"))
+    return calls
+
+
+def both(family, tmp_path, monkeypatch, scorer=False):
+    """(with --attention varlen, without): the same weights."""
+    tiny_families.save(family, tmp_path)
+    given = str(tmp_path), Words(V)
+    load = lambda: pretrained.load_scorer(*given, 1) if scorer else pretrained.load_policy(*given)
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "attention", "default")
+        usual = load()
+    return load(), usual
+
+
+def test_the_stand_in_has_the_arguments_of_torchs_kernel():
+    ours, theirs = (inspect.signature(x).parameters for x in (varlen_attn, torch.nn.attention.varlen.varlen_attn))
+    positional = [list(x)[:7] for x in (ours, theirs)]
+    assert len(positional[0]) == len(positional[1]) == 7  # _varlen gives these by their places
+    assert [name[-1] for name in positional[1]] == ["y", "y", "e", "q", "k", "q", "k"]
+    for name in list(ours)[7:]:
+        assert ours[name].default == theirs[name].default
+
+
+def test_torchs_own_kernel_takes_these_arguments_and_has_a_backward():
+    """On the meta device, which has its shapes without its numbers: the real function, none of it replaced."""
+    shapes = (2, 4, 7, 8), (2, 2, 7, 8), (2, 2, 7, 8)
+    q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for shape in shapes)
+    bounds = torch.tensor([0, 3, 7, 14], dtype=torch.int32, device="meta")
+    for window in (None, 4):
+        options = {"scaling": 0.3, "sliding_window": window, "dropout": 0.0, "softcap": None, "position_ids": None}
+        out, none = models._varlen(None, q, k, v, None, bounds, 7, **options)
+        assert out.shape == (2, 7, 4, 8) and out.dtype == torch.bfloat16 and none is None
+        assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [x.shape for x in (q, k, v)]
+    with pytest.raises(ValueError, match="no dropout"):
+        models._varlen(None, q, k, v, None, bounds, 7, dropout=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["Llama 3", "GPT-2", "Qwen3", "Mistral (window)", "Gemma 3"])
+def test_varlen_equals_sdpa_with_its_mask_and_so_do_its_gradients(family, dtype, pretend_varlen, tmp_path, monkeypatch):
+    """Grouped queries, all windows. Documents are longer than a window. No layer gets a T x T mask."""
+    model, usual = both(family, tmp_path, monkeypatch)
+    batch = batches.collate([documents_of([9, 24, 6]), documents_of([30, 8])], 0)
+    got = []
+    for one in (model, usual):
+        one.compute_dtype = dtype
+        logprobs = models.logprobs(one, batch)
+        loss = logprobs.square().mean()
+        got.append((logprobs.detach(), torch.autograd.grad(loss, list(one.parameters()), allow_unused=True)))
+    config = model.config.get_text_config()
+    assert len(pretend_varlen) == config.num_hidden_layers
+    windows = {call["window_size"] for call in pretend_varlen}
+    assert windows <= {(-1, 0), ((getattr(config, "sliding_window", None) or 0) - 1, 0)}
+    close = {"atol": 2e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.15, "rtol": 0.1}
+    torch.testing.assert_close(got[0][0], got[1][0], **close)
+    for one, other in zip(got[0][1], got[1][1]):
+        if one is not None:
+            size = other.norm() + 1e-6
+            assert (one - other).norm() <= (1e-4 if dtype == torch.float32 else 0.1) * size
+    apart = batches.collate([[document] for document in batch.documents], 0)
+    with torch.no_grad():
+        alone = models.logprobs(model, apart)[apart.action_mask]
+    torch.testing.assert_close(got[0][0][batch.action_mask], alone, **close)
+
+
+@pytest.mark.parametrize("family", ["Llama 3", "Mistral (window)"])
+@torch.no_grad()
+def test_varlen_passes_the_checks_shares_prompts_and_samples_with_sdpa(
+    family, pretend_varlen, tmp_path, monkeypatch, capsys
+):
+    for scorer in (True, False):
+        model, usual = both(family, tmp_path, monkeypatch, scorer)
+        for check in (checks.packs, lambda model: checks.shares_prompts(model, 64)):
+            assert check(model) and pretend_varlen  # called for rows without a mask
+            pretend_varlen.clear()
+    assert capsys.readouterr().out == ""
+    prompts = [document.ids.tolist() for document in documents_of([5, 17, 9])]
+    options = {"max_new_tokens": 12, "stop_ids": [], "pad_id": 0, "temperature": 0, "slots": 2}
+    first, second = (sampler.sample(x, prompts, **options).response_tokens for x in (model, usual))
+    assert torch.equal(first, second) and not pretend_varlen
+    plain = [sampler.RaggedCache(x, 2, 17, 12).is_plain for x in (model, usual)]
+    assert plain[0] == plain[1] == (family == "Llama 3")
+    ids, where = documents_of([9])[0].ids[None].long(), torch.tensor([[0], [8]])
+    for before in ((), [7, 3, 9]):  # with a cache that holds three tokens
+        got, want = (models.next_token_logprobs(x, ids, where, before) for x in (model, usual))
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", ["one document", "not causal", "one document per row"])
+@torch.no_grad()
+def test_a_kernel_that_ignores_the_bounds_or_order_is_refused_by_the_check(
+    wrong, pretend_varlen, tmp_path, monkeypatch, capsys
+):
+    model, _ = both("Llama 3", tmp_path, monkeypatch)
+
+    def kernel(q, k, v, bounds, *rest, **options):
+        if wrong == "not causal":
+            return varlen_attn(q, k, v, bounds, *rest, **{**options, "window_size": (-1, -1)})
+        n_rows = 1 if wrong == "one document" or len(q) % 2 else 2
+        ends = torch.arange(n_rows + 1, dtype=torch.int32) * (len(q) // n_rows)
+        return varlen_attn(q, k, v, ends, ends, len(q) // n_rows, len(q) // n_rows, **options)
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", kernel)
+    assert not checks.packs(model)
+    assert "documents in a row would see each other" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family, says", [("BLOOM", "bloom does not learn with it on cuda"), ("Llama 3", "on cpu")])
+def test_varlen_is_refused_without_cuda_and_for_masks_that_flash_attention_is_not_told(
+    family, says, pretend_varlen, tmp_path, monkeypatch
+):
+    if says == "on cpu":
+        monkeypatch.setattr(dist, "here", torch.device("cpu"))
+    tiny_families.save(family, tmp_path)
+    with pytest.raises(InputError, match=f"^--attention varlen: .*{says}$"):
+        pretrained.load_policy(str(tmp_path), Words(V))
+
+
+@pytest.mark.parametrize(
+    "family, says",
+    [
+        *((name, "varlen_attn has no dropout, no attention sinks and no soft cap") for name in ("Gemma 2", "gpt-oss")),
+        ("StableLM", "attn_mask"),  # its attention gets no bounds from transformers, so SDPA gets the placeholder
+    ],
+)
+def test_varlen_raises_where_its_kernel_would_leave_something_out(
+    family, says, pretend_varlen, tmp_path, monkeypatch, capsys
+):
+    model, _ = both(family, tmp_path, monkeypatch)
+    with pytest.raises((ValueError, RuntimeError), match=says) as raised:
+        checks.packs(model)
+
+    def train(args):
+        raise raised.value
+
+    monkeypatch.setattr(dist, "here", torch.device("cpu"))
+    monkeypatch.setattr(dist, "shutdown", lambda code: None)
+    monkeypatch.setattr(sys, "argv", ["sft.py", "--attention", "varlen"])
+    run.launch(train, sft.RECIPES)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: --attention varlen: ")
 
 
 @pytest.mark.parametrize(

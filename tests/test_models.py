@@ -617,6 +617,29 @@ def test_next_token_logprobs_equal_log_softmax_at_each_place(model, rows):
     assert (got - models.next_token_logprobs(model, rows[0], where)).abs().max() > 0.01
 
 
+@torch.no_grad()
+def test_the_unembedding_is_cast_to_fp32_in_pieces(rows, monkeypatch):
+    """Its fp32 copy would be the largest tensor. The numbers are those of the whole product, of Phi with its bias."""
+    where = torch.tensor([[0, 2, 2, 3], [0, 4, 11, 6]])
+    torch.manual_seed(0)
+    phi = AutoModelForCausalLM.from_config(PhiConfig(**{**SMALL, "num_key_value_heads": 4}))
+    phi.lm_head.bias.normal_()
+    for half in (small("llama").bfloat16(), phi.bfloat16()):
+        head, sizes, plain = half.get_output_embeddings(), [], torch.Tensor.float
+        hidden = half.base_model(input_ids=rows[0]).last_hidden_state[where[0], where[1]].float()
+        bias = 0 if head.bias is None else head.bias.float()
+        want = (hidden @ head.weight.float().T + bias).log_softmax(-1)
+        for elements in (4 * 32 * 16, 16 * 32 * 16, models.LOGITS_IN_MEMORY):  # 4, 16 and all 61 rows at once
+            sizes.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(models, "LOGITS_IN_MEMORY", elements)
+                patch.setattr(torch.Tensor, "float", lambda x: sizes.append(x.numel()) or plain(x))
+                got = models.next_token_logprobs(half, rows[0], where)
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+            assert max(sizes) == min(elements // 16, head.weight.numel())
+        assert head.bias is None or (got - (hidden @ head.weight.float().T).log_softmax(-1)).abs().max() > 0.1
+
+
 # -- logprobs_at -------------------------------------------------------------------------------
 PLACES = torch.tensor([[0, 3, 0, 1, 3, 3, 1], [0, 10, 7, 4, 10, 11, 4]])  # in any order, some twice
 TARGETS = torch.tensor([5, 60, 17, 0, 8, 33, 0])

@@ -343,6 +343,31 @@ def test_a_nucleus_that_ends_near_top_p_equals_float64s(size, error, beyond):
     assert int((kept > 0).sum()) == size + (beyond > 0)
 
 
+@pytest.mark.parametrize(
+    "vocabulary, top_p, top_k, reads", [(1024, 0.9, 0, 0), (3000, 1.0, 0, 0), (3000, 0.9, 40, 0), (3000, 0.9, 0, 1)]
+)
+def test_a_draw_reads_the_device_back_only_to_see_whether_1024_tokens_hold_the_nucleus(
+    vocabulary, top_p, top_k, reads, monkeypatch
+):
+    """As docs/use/gpus.md counts the waits of a decoding step. The draw equals one from the whole ranking."""
+    logits = 4 * torch.randn(5, vocabulary, generator=torch.Generator().manual_seed(0))
+    draw = lambda: choose(logits, 1.0, top_p, top_k, torch.Generator().manual_seed(1))
+    read, plain = [], torch.Tensor.__bool__
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "__bool__", lambda x: read.append(x) or plain(x))
+        for name in ("item", "tolist", "__int__", "__float__", "nonzero"):
+            patch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a wait that the docs do not count"))
+        tokens, logprobs = draw()
+    assert len(read) == reads
+    if top_p < 1:
+        ranked, ids = logits.softmax(-1).sort(descending=True)
+        ranked, ids = (x[:, : top_k or vocabulary] for x in (ranked, ids))
+        inside = ranked.cumsum(-1) - ranked < top_p * ranked.sum(-1, keepdim=True)
+        place, want = sampler._draw(torch.where(inside, ranked, 0), torch.Generator().manual_seed(1))
+        assert torch.equal(tokens, ids.gather(1, place)[:, 0])
+        torch.testing.assert_close(logprobs, want)
+
+
 def test_a_prompt_is_run_once_and_no_finished_row_is_run_again(llama):
     """Every token but a response's last one enters the model once; a prompt enters it once for its n
     responses."""

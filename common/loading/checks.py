@@ -75,9 +75,10 @@ def _are_as_alone(model, outputs_of, together, alone, otherwise) -> bool:
     be negligible next to the effect of wrong position ids."""
     positions = torch.arange(together.input_ids.shape[1], device=model.device).expand_as(together.input_ids)
     dtype = getattr(model, "compute_dtype", torch.float32)
-    flash = "flash" in model.config._attn_implementation  # has no fp32
+    flash = "flash" in model.config._attn_implementation
+    half_only = flash or model.config._attn_implementation == "varlen"
     # FSDP has a dtype of its own, and so have LoRA's frozen weights
-    fixed = flash or dist.is_sharded(model) or any(p.dtype != torch.float32 for p in model.parameters())
+    fixed = half_only or dist.is_sharded(model) or any(p.dtype != torch.float32 for p in model.parameters())
     outputs_of(alone)  # a family that cannot compute in bfloat16 fails here, and run.launch prints one line
     model.compute_dtype = dtype if fixed else torch.float32
     try:

@@ -369,14 +369,16 @@ def set_attention(model):
     """Switch the model to the implementation of attention that --attention names.
 
     Call it after check_forward, which runs on the CPU, where flash attention has no kernels. Flex attention
-    has no backward on a CPU in torch 2.13, and compiles anew for each shape, so it is refused there. Raises
-    InputError if transformers does not know the name, or the family or this machine does not support it."""
+    has no backward on a CPU in torch 2.13, and compiles anew for each shape, so it is refused there. So is
+    varlen (models.py), and in families whose masks say more than flash attention is told. Raises InputError
+    if transformers does not know the name, or the family or this machine does not support it."""
     name = dist.attention
-    flex_on_cpu = "flex" in name and dist.here.type == "cpu"
+    on_cpu = dist.here.type == "cpu" and ("flex" in name or name == "varlen")
+    needs_masks = name == "varlen" and not model._supports_flash_attn
     try:
         if name != "default":
             model.set_attn_implementation(name)
-            if model.config._attn_implementation in {"eager", "sdpa"} - {name} or flex_on_cpu:
+            if model.config._attn_implementation in {"eager", "sdpa"} - {name} or on_cpu or needs_masks:
                 raise ValueError(f"{model.config.model_type} does not learn with it on {dist.here.type}")
     except Exception as error:  # unknown names, missing packages, the hub's kernels: many types
         raise InputError(f"--attention {name}: {error}") from None

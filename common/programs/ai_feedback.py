@@ -103,8 +103,7 @@ class LanguageModel:
         self.device = device
         self.batch_size = args.batch_size
         self.tokenizer = pretrained.load_tokenizer(name, args.chat_template)
-        dtype = dist.compute_dtype_of(device)
-        self.model = pretrained.from_hub(AutoModelForCausalLM, name, dtype=dtype)
+        self.model = pretrained.from_hub(AutoModelForCausalLM, name, dtype=dist.compute_dtype_of(device))
         self.model.to(device).eval().requires_grad_(False)  # rotary frequencies stay in fp32
         pretrained.check_forward(self.model)
         pretrained.set_attention(self.model)

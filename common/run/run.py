@@ -80,7 +80,7 @@ def launch(main, recipes):
         elif DTYPES.search(str(error)) and dist.machine()["compute_dtype"] == "bfloat16":
             why = f"a layer of the model mixes bfloat16 with another dtype ({error})"
             _say(f"error: {why}. Use --compute-dtype float32.")
-        elif dist.attention != "default" and "attention" in str(error).lower():  # for example no backward
+        elif dist.attention != "default" and re.search("attention|attn", str(error), re.I):  # as no backward
             _say(f"error: --attention {dist.attention}: {error}")
         else:
             _say(f"[rank {dist.rank()}]")

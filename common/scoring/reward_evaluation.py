@@ -65,8 +65,7 @@ def scores_of_each(model, some_comparisons, args) -> list[list[float]]:
         return [scores.tolist() for scores in models.scores_of(model, batch).cpu().split(batch.sizes)]
 
     size = args.micro_batch_size
-    share_prompt = args.share_prompt
-    return of_each_comparison(by_comparison, model, some_comparisons, size, share_prompt)
+    return of_each_comparison(by_comparison, model, some_comparisons, size, args.share_prompt)
 
 
 # -- log probabilities and samples of a language model ---------------------------------------------

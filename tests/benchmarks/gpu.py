@@ -67,7 +67,7 @@ class Args:
     """Of SHAPES; by default tiny where there is no GPU."""
     only: tuple[str, ...] = ("torchrun", "sharded", "scripts", "sampler", "training", "attention")
     """Parts to run."""
-    attentions: tuple[str, ...] = ("flash_attention_2", "flex_attention")
+    attentions: tuple[str, ...] = ("varlen", "flash_attention_2", "flex_attention")
     """Names beside sdpa, as of --attention."""
     slots: int = 64
     """Rows that decode together."""
