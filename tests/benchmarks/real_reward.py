@@ -66,7 +66,7 @@ def minutes(folders) -> dict[str, float]:
     """{step: its CPU minutes, mean over the seeds}, from times.txt."""
     seconds = {}
     for line in (folders[0].parent / "times.txt").read_text().splitlines():
-        seed, step, of_cpu = re.match(r"seed (\d+), (\w+): \d+ s, (\d+) s of CPU", line).groups()
+        seed, step, of_cpu = re.match(r"seed (\d+), ([\w.]+): \d+ s, (\d+) s of CPU", line).groups()
         if seed in [folder.name for folder in folders]:
             seconds.setdefault(step, []).append(int(of_cpu))
     return {step: statistics.fmean(values) / 60 for step, values in seconds.items()}
@@ -136,7 +136,7 @@ def titles_of(folders, rows) -> list[str]:
 def learned(folders) -> list[str]:
     """Make the table of PPO with reward models of few and many labelled pairs, and with the check itself: how well
     each tells a right from a wrong held-out answer, and what is gained in truth and in the model's own score."""
-    counts = sorted(int(file.parent.name[8:]) for file in folders[0].glob("answers_*[0-9]/summary.json"))
+    counts = sorted(int(folder.name[7:]) for folder in folders[0].glob("reward_*"))
     answers = read(folders)
     arms = [([*answers["sft"].values()], [*answers["ppo"].values()])]
     firsts = [["the check", "", "", "", ""]]
