@@ -110,7 +110,7 @@ def dpo_main(folder, output_dir, **options):
 PPO_RUN = {"iterations": 2, "prompts_per_iteration": 6, "n_samples": 2, "minibatch_size": 3, "max_length": 64}
 PPO_RUN |= {"max_new_tokens": 16, "micro_batch_size": 1, "value_warmup_steps": 2, "eval_every": 1}
 PPO_RUN |= {"save_every": 1, "freeze_layers": 1, "ptx_coef": 0.1, "ptx_batch_size": 3, "slots": 8}
-PPO_RUN |= {"rehearsal_batch_size": 3, "lr": 1e-4}
+PPO_RUN |= {"rehearsal_batch_size": 3, "lr": 1e-4, "epochs": 1}
 
 
 def ppo_main(folder, output_dir, **options):
@@ -623,7 +623,7 @@ def tensor_parallel(folder):
     """Of every rank and kind of model."""
     out, ids, reshard = {}, torch.arange(60).view(4, 15), FSDPModule.reshard
     prompts = [responses.Prompt(prompt, [], None) for prompt in ids.tolist()]
-    options = {"tokenizer": TOKENIZER, "prompts": prompts, "n": 2, "max_new_tokens": 24}
+    options = {"tokenizer": TOKENIZER, "prompts": prompts, "n": 2, "max_new_tokens": 12}
     answers = lambda model, **more: [r.ids for _, r in responses.sample_pairs(model, **options, **more)]  # noqa: E731
     for kind, more in SHARED.items():
         torch.manual_seed(1)

@@ -50,6 +50,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,8 +100,10 @@ def python(*argv, cwd=ROOT) -> Ended:
     return Ended(process.returncode, out, err)
 
 
-def torchrun(*argv, options=()) -> Ended:
-    return python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *options, *argv)
+def torchrun(*argv, options=(), forks=True) -> Ended:
+    """torchrun with two ranks. forks: torchrun and its ranks are forks of the server, and import nothing."""
+    words = ["--standalone", "--nproc-per-node", 2, *options, *argv]
+    return script("torchrun", *words) if forks else python("-m", "torch.distributed.run", *words)
 
 
 def flags(**values) -> list[str]:
@@ -117,11 +120,12 @@ def flags(**values) -> list[str]:
 
 
 def script(
-    name, *argv, moment=None, cwd=ROOT, plots=True, ranks=1, restart=0, kill_after=None, alone=False
+    name, *argv, moment=None, cwd=ROOT, plots=True, ranks=1, restart=0, kill_after=None, alone=False, forks=False
 ) -> Ended:
     """`python NAME.py ARGV` (name: a script's, or a path) in a child of the server, or in one child for each of
     `ranks`, as torchrun starts them, the first time or again (`restart`); the exit code is rank 0's. plots: draw
-    them, half the time of a short run. kill_after: seconds until a kill -9. alone: without this project."""
+    them, half the time of a short run. kill_after: seconds until a kill -9. alone: without this project.
+    forks: the programs that it starts are forks, too. name "torchrun": its own command line, and so are its ranks."""
     if not hasattr(script, "server"):
         command = [sys.executable, __file__, "--serve"]
         script.server = subprocess.Popen(
@@ -131,6 +135,7 @@ def script(
     with tempfile.TemporaryDirectory() as folder:
         job = {"name": str(name), "argv": list(map(str, argv)), "moment": moment, "plots": plots}
         job |= {"ranks": ranks, "restart": restart, "kill_after": kill_after, "cwd": str(cwd), "alone": alone}
+        job["forks"] = forks
         script.server.stdin.write(json.dumps({**job, "folder": folder}) + "\n")
         script.server.stdin.flush()
         code = int(script.server.stdout.readline())
@@ -181,7 +186,7 @@ def _environment(rank, ranks, port, restart):
     return found | {"TORCHELASTIC_RESTART_COUNT": restart, "TORCHELASTIC_RUN_ID": "tests"}
 
 
-def _child(name, argv, moment, plots, cwd, alone, folder, environment):
+def _child(name, argv, moment, plots, cwd, alone, forks, folder, environment):
     for number, stream in ((1, "out"), (2, "err")):
         path = f"{folder}/{stream}"
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)  # ranks share it
@@ -189,6 +194,10 @@ def _child(name, argv, moment, plots, cwd, alone, folder, environment):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run behind `&` it is ignored
     signal.alarm(SECONDS)
     os.chdir(cwd)
+    if forks:
+        subprocess.Popen = Forked
+    if name == "torchrun":
+        run_torchrun(argv)
     if name.endswith(".py"):
         _run_file(name, argv, alone)
     if not plots:
@@ -203,6 +212,41 @@ def _child(name, argv, moment, plots, cwd, alone, folder, environment):
         sys.stderr.flush()
         os._exit(stop.code or 0)
     os._exit(99)  # launch always exits
+
+
+class Forked(subprocess.Popen):
+    """`python -u PATH ARGV` or `python -m torch.distributed.run ARGV` as a fork of this process, which has imported
+    everything."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *_):
+        self.pid, self._child_created = os.fork(), True
+        if self.pid > 0:
+            return
+        try:
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # which torchrun handles
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.setsid()  # torchrun ends a rank's whole group
+            os.environ.update(env)
+            _, flag, path, *argv = args
+            run_torchrun(argv) if flag == "-m" else _run_file(path, argv, False)
+        except SystemExit as stop:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(stop.code or 0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+
+
+def run_torchrun(argv):
+    """torchrun with its agent in this process and ranks that are forks of it."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    subprocess_handler.Popen = Forked
+    run.main(list(map(str, argv)))
+    sys.exit()
 
 
 def _run_file(path, argv, alone):

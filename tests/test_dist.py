@@ -69,9 +69,16 @@ def prepare(folder):
     shutil.copytree(folder / "rs sampled by one, learnt by one", folder / "rs sampled by one, learnt by two")
 
 
-def launched(folder, ranks, *argv):
-    """The results of the cases on this number of ranks, and their folder."""
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared")
     prepare(folder)
+    return folder
+
+
+def launched(prepared, folder, ranks, *argv):
+    """The results of the cases on this number of ranks, and their folder."""
+    shutil.copytree(prepared, folder)
     ended = processes.script(ROOT / "tests" / "dist_cases.py", folder, *argv, ranks=ranks)
     results = json.loads((folder / "results.json").read_text()) if (folder / "results.json").exists() else {}
 
@@ -86,8 +93,8 @@ def launched(folder, ranks, *argv):
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return launched(tmp_path_factory.mktemp("two"), 2)
+def two(prepared, tmp_path_factory):
+    return launched(prepared, tmp_path_factory.mktemp("two") / "run", 2)
 
 
 def close(a, b, tolerance=1e-5):
@@ -566,10 +573,10 @@ def test_a_nested_decoder_layer_is_counted_once(name, n):
     assert len(dist.decoder_layers(tiny_families.build(name))) == n
 
 
-def test_hybrid_sharding_in_two_groups_equals_one_rank(tmp_path):
+def test_hybrid_sharding_in_two_groups_equals_one_rank(prepared, tmp_path):
     """A rank has half of the weights, not a quarter. Gradients are averaged over all ranks, not over its group."""
     cases = "sharded_in_groups uneven bf16 frozen_base consolidated saved saved_scorer ppo_updates"
-    four = launched(tmp_path / "four", 4, 2, *cases.split(), "checkpoint_of_two", "checkpoint_of_one")
+    four = launched(prepared, tmp_path / "four", 4, 2, *cases.split(), "checkpoint_of_two", "checkpoint_of_one")
     test_the_launch_of_all_cases_ends_with_exit_code_0(four)
     assert four("sharded_in_groups") == [["(Replicate(), Shard(dim=0))"], True]
     test_loss_and_gradient_norm_of_five_steps_equal_one_rank(four, "uneven", dist_cases.UNEVEN)
@@ -677,7 +684,8 @@ for model in (whole, sharded):
 
 def test_the_benchmark_of_gpus_measures_two_ranks_of_a_cpu_under_torchrun():
     flags = "--only sharded --slots 2 --prompt-tokens 4 --new-tokens 2 --block 16 --blocks 1 --repeats 1"
-    ended = processes.script(ROOT / "tests" / "benchmarks" / "gpu.py", "--shapes", "tiny", *flags.split())
+    program = ROOT / "tests" / "benchmarks" / "gpu.py"
+    ended = processes.script(program, "--shapes", "tiny", *flags.split(), forks=True)
     assert ended.code == 0 and "\nsharded, 2 rank(s) on cpu\n" in ended.out, ended.err
     for part, share in (("sampler", "of the bound"), ("training", "of the rate")):
         assert re.search(rf"\n{part}\nmodel .*tokens/s .*{share}.*\ntiny .*\d%", ended.out)
@@ -861,7 +869,8 @@ def test_a_user_error_ends_the_job_with_one_line_and_a_code(two, tmp_path, error
     if error != "missing file":
         options, words = dist_cases.run_options(two.folder), ["step 2", "nan"]
         program = [ROOT / "tests" / "processes.py", "sft", "nan 2 1"]
-    ended = processes.torchrun(*program, *flags(**options, output_dir=tmp_path / "run"))
+    given = flags(**options, output_dir=tmp_path / "run")
+    ended = processes.torchrun(*program, *given, forks=error != "missing file")  # one by the real torchrun
     # torchrun's own traceback is there
     assert ended.code != 0 and 'sft.py", line' not in ended.err, ended.err[-3000:]
     assert len(ended.errors) == 1 and ended.errors[0].startswith("error: "), ended.err[-3000:]

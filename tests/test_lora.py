@@ -9,7 +9,7 @@ import pytest
 import tiny_families
 import torch
 from processes import flags, script
-from helpers import column
+from helpers import column, write_rows
 from safetensors.torch import load_file
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
@@ -251,11 +251,24 @@ def test_a_model_that_holds_merged_adapters_keeps_its_float32_weights(monkeypatc
     assert {p.dtype for p in in_bfloat16(monkeypatch, tmp_path / "1").parameters()} == {torch.float32}
 
 
-def test_a_run_with_weights_in_bfloat16_resumes_to_the_same_bits(tmp_path, rounded):
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """(kind) -> flags of small files with rows of this kind: to tokenise the whole tiny world takes seconds."""
+    folder = tmp_path_factory.mktemp("rows")
+
+    def of(kind):
+        for split, count in (("train", 400), ("test", 40)):
+            write_rows(folder / f"{kind}_{split}.jsonl", tiny.rows(kind, split)[:count])
+        return {"dataset": folder / f"{kind}_train.jsonl", "eval_dataset": folder / f"{kind}_test.jsonl"}
+
+    return of
+
+
+def test_a_run_with_weights_in_bfloat16_resumes_to_the_same_bits(tmp_path, rounded, files):
     options = {"compute_dtype": "bfloat16", "lora_rank": 4, "save_every": 2, "max_steps": 4, "sample_prompts": 0}
-    options |= {"model": rounded, "dataset": "tiny", "max_length": 64, "eval_every": 1, "lr": 1e-4}
+    options |= {"model": rounded, **files("sft"), "max_length": 64, "eval_every": 1, "lr": 1e-4}
     run = lambda name, *argv, **more: script(  # noqa: E731
-        "sft", "tiny", *argv, *flags(**options, output_dir=tmp_path / name), **more
+        "sft", "tiny", *argv, *flags(**options, output_dir=tmp_path / name), plots=False, **more
     )
     assert run("one").code == 0
     assert run("cut", moment="row 3").code == -9 and run("cut", "--resume").code == 0
@@ -263,15 +276,16 @@ def test_a_run_with_weights_in_bfloat16_resumes_to_the_same_bits(tmp_path, round
     assert one == cut
 
 
-def test_ranks_and_resumed_runs_agree_and_the_start_is_ppos_reference(tmp_path):
+def test_ranks_and_resumed_runs_agree_and_the_start_is_ppos_reference(tmp_path, files):
     def run(name, folder, *argv, **options):
         short = {"output_dir": tmp_path / folder, "lora_rank": 4, "save_every": 2, "eval_every": 1}
         if name == "sft":
-            short.update(max_steps=4, sample_prompts=0, lr=1e-4)
+            short.update(max_steps=4, sample_prompts=0, lr=1e-4, **files("sft"))
         else:
             short.update(model=tmp_path / "one", scorer="common.data.tiny:gold_scorer", iterations=2)
             short.update(prompts_per_iteration=16, minibatch_size=32, eval_prompts=8, value_warmup_steps=1)
-        return script(name, *argv, *flags(**short), **options)
+            short.update(files("prompts"))
+        return script(name, *argv, *flags(**short), plots=False, **options)
 
     weights = lambda folder: (tmp_path / folder / "model/model.safetensors").read_bytes()  # noqa: E731
     assert run("sft", "one").code == 0 and run("sft", "two", ranks=2).code == 0

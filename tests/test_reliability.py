@@ -8,13 +8,9 @@ import gzip
 import importlib
 import json
 import math
-import os
 import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -356,36 +352,47 @@ def test_a_rank_that_dies_is_one_clear_line_and_the_run_resumes_on_two_ranks_or_
             assert all(torch.allclose(got[key], whole[key], atol=1e-5) for key in whole)
 
 
-def kill(process):
-    """Kill a process and its children, because torchrun's ranks outlive it."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for pid in [process.pid, *map(int, children)]:
-        os.kill(pid, signal.SIGKILL)
+NODES = """
+import os, signal, sys, time
+from pathlib import Path
+
+import processes
+
+folder, *command = sys.argv[1:]
+os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": f"localhost:{processes._free_port()}"}
+
+def node(number):
+    settings = {"nnodes": 2, "nproc_per_node": 2, "max_restarts": 1, "rdzv_conf": f"is_host={1 - number}"}
+    pid = os.fork()
+    if pid == 0:
+        processes.run_torchrun([*processes.flags(**settings, **rendezvous), *command])
+    return pid
+
+nodes, patience = [node(0), node(1)], time.time() + processes.SECONDS
+while not Path(folder, "checkpoint", "latest").exists() and time.time() < patience:
+    time.sleep(0.05)
+# its ranks too, because they outlive it
+ranks = Path(f"/proc/{nodes[1]}/task/{nodes[1]}/children").read_text().split()
+for pid in [nodes[1], *map(int, ranks)]:
+    os.kill(pid, signal.SIGKILL)
+assert os.waitpid(nodes[1], 0)[1] == signal.SIGKILL and len(ranks) == 2
+assert not Path(folder, "summary.json").exists()
+nodes[1] = node(1)
+print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in nodes])
+"""
 
 
 def test_a_run_whose_node_dies_and_returns_ends_with_the_same_bits(small, tmp_path):
     """Two nodes with two ranks each; the one that dies is not the rendezvous host. A restart of several nodes needs
     the variable, because without it torchrun does not give the new one the address of the ranks' store."""
-    options, folder = {**options_of("sft", small), "max_steps": 40, "sample_prompts": 0}, tmp_path / "run"
+    options, folder = {**options_of("sft", small), "sample_prompts": 0}, tmp_path / "run"
+    options |= {"max_steps": 40, "save_every": 10}  # so that the node dies long before the end
     succeeds(run("sft", small, tmp_path / "whole", ranks=4, **options))
-    env = {**processes.ENV, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": f"localhost:{processes._free_port()}"}
-
-    def node(number):
-        settings = {"nnodes": 2, "nproc_per_node": 2, "max_restarts": 1, "rdzv_conf": f"is_host={1 - number}"}
-        command = [sys.executable, "-m", "torch.distributed.run", *flags(**settings, **rendezvous)]
-        command += ["sft.py", "tiny", *flags(**options, output_dir=folder, resume=True)]
-        with open(tmp_path / "said", "a") as said:
-            return subprocess.Popen(command, env=env, cwd=processes.ROOT, stdout=said, stderr=said)
-
-    nodes, patience = [node(0), node(1)], time.time() + processes.SECONDS
-    while not (folder / "checkpoint" / "latest").exists() and time.time() < patience:
-        time.sleep(0.05)
-    kill(nodes[1])
-    assert not (folder / "summary.json").exists()
-    nodes[1] = node(1)
-    codes = [process.wait(processes.SECONDS) for process in nodes]
-    assert codes == [0, 0], (tmp_path / "said").read_text()[-2000:]
+    (tmp_path / "nodes.py").write_text(NODES)
+    command = [processes.ROOT / "sft.py", "tiny", *flags(**options, output_dir=folder, resume=True)]
+    ended = processes.script(tmp_path / "nodes.py", folder, *command)
+    assert "[0, 0]" in ended.out.splitlines(), ended.err[-2000:]
     assert_same_weights(folder, tmp_path / "whole")
 
 

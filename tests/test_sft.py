@@ -46,7 +46,7 @@ def small(tmp_path_factory):
 
 def run(small, folder, *more, moment=None, cwd=ROOT, **options):
     given = flags(**{**small.options, "output_dir": folder, **options})
-    return processes.script("sft", *given, *more, moment=moment, cwd=cwd)
+    return processes.script("sft", *given, *more, moment=moment, cwd=cwd, plots=False)
 
 
 # -- the default command -----------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_without_packing_each_block_is_one_document_and_batches_need_not_divide(
 
 def test_without_eval_dataset_a_share_of_the_prompts_is_held_out(small, tmp_path):
     options = {key: value for key, value in small.options.items() if key != "eval_dataset"}
-    assert processes.script("sft", *flags(**options, output_dir=tmp_path)).code == 0
+    assert processes.script("sft", *flags(**options, output_dir=tmp_path), plots=False).code == 0
     trained_on = json.loads((tmp_path / "summary.json").read_text())["documents"]
     asked = {sample["prompt"][-1]["content"] for sample in read_jsonl(tmp_path / "samples.jsonl")}
     rows = tiny.rows("sft", "train")[:DOCUMENTS]
@@ -273,7 +273,8 @@ def test_without_eval_dataset_a_share_of_the_prompts_is_held_out(small, tmp_path
 def test_a_data_set_with_one_prompt_trains_without_held_out_metrics(small, tmp_path):
     path = write_rows(tmp_path / "one.jsonl", tiny.rows("sft", "train")[:1])
     options = {key: value for key, value in small.options.items() if key != "eval_dataset"}
-    ended = processes.script("sft", *flags(**{**options, "dataset": path, "output_dir": tmp_path / "run"}))
+    given = flags(**{**options, "dataset": path, "output_dir": tmp_path / "run"})
+    ended = processes.script("sft", *given, plots=False)
     assert ended.code == 0, ended.err[-1000:]
     assert len(rows_of(tmp_path / "run")) == 10 and not rows_of(tmp_path / "run", "eval/nll")
 

@@ -27,7 +27,8 @@ environment() { # FOLDER PACKAGES...
     fi
 }
 
-torch=$(grep '^torch==' "$here/../../requirements.txt")
+# The same torch on both sides: the one that runs this script, without the name of its build (+cpu, +cu130)
+torch=torch==$(python -c 'from importlib.metadata import version; print(version("torch").partition("+")[0])')
 environment "$folder/trl" "$torch" trl==1.16.0 accelerate
 environment "$folder/trl_ppo" "$torch" trl==1.9.2 accelerate
 
