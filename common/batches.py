@@ -180,7 +180,7 @@ def make_blocks(documents, max_length, packing=True, multiple=0, share_prompt=Fa
             tree.append(document._replace(shared=n_prompt))
         else:
             trees.append([document])
-    if len(trees) < max(1, multiple):  # share none: a tree needs one row, so some ranks would have none
+    if not trees or len(trees) < multiple:  # share none: a tree needs one row, so some ranks would have none
         trees = [[document] for document in documents]
     lengths = list(map(n_tokens, trees))
     packed = pack_evenly(lengths, max_length, multiple) if multiple else pack(lengths, max_length)

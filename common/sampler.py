@@ -375,8 +375,8 @@ class RaggedCache(Cache):
         # With full attention in all layers, pass the finished mask, so that the model need not build it anew
         full = all(type(like) is DynamicLayer for like in likes) and not getattr(config, "alibi", False)
         taken = _arguments(type(model), type(config))
-        with_sdpa = config._attn_implementation in ("sdpa", "varlen")  # varlen, of models.py, decodes with it
-        self.is_plain = full and with_sdpa and "position_ids" in taken
+        # varlen, of models.py, decodes with SDPA
+        self.is_plain = full and config._attn_implementation in ("sdpa", "varlen") and "position_ids" in taken
         self.slots = slots
         self.columns = columns
         self.held = longest_prompt  # length of the longest row so far
