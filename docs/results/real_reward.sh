@@ -51,19 +51,18 @@ for seed in $seeds; do
         --n-samples 4 --threshold 1 --temperatures 1 --sweep-prompts 0
     run dpo dpo_iterative.py "${sample[@]}" --iterations 3 --prompts-per-iteration 64 --epochs 3
 
+    ask=(--dataset "$out/test.jsonl" --max-length 64 --max-new-tokens 13 --seed "$seed")
     policies=()
     for name in sft ppo grpo rejection_sampling dpo; do
         if [ -f "$out/$name/summary.json" ]; then policies+=("$name=$out/$name"); fi
     done
     step answers "$out/answers/summary.json" python -m common.programs.evaluate --policies "${policies[@]}" \
-        --scorer $task:correct --dataset "$out/test.jsonl" --max-length 64 --max-new-tokens 13 \
-        --seed "$seed" --output-dir "$out/answers"
+        --scorer $task:correct "${ask[@]}" --output-dir "$out/answers"
 
     # the same PPO with learned reward models: from 8 answers of SFT to each of 800 other prompts, the right one is
     # labelled as better than each different wrong one. Fewer pairs are repeated more often
     if [ -n "$pairs" ]; then
         step labels "$out/labels_test.jsonl" python $task compare "$sft" "$out" "$seed" "$pairs"
-        ask=(--dataset "$out/test.jsonl" --max-length 64 --max-new-tokens 13 --seed "$seed")
     fi
     for n in $pairs; do
         epochs=$((n < 200 ? 8 : n < 800 ? 4 : 2))
@@ -88,8 +87,7 @@ for seed in $seeds; do
         step answers_bfloat16 "$out/answers_bfloat16/summary.json" python -m common.programs.evaluate \
             --policies "sft=$sft" "ppo_float32=$out/ppo" "ppo_bfloat16=$out/ppo_bfloat16" \
             "ppo_bfloat16_uncorrected=$out/ppo_bfloat16_uncorrected" --compute-dtype bfloat16 \
-            --scorer $task:correct --dataset "$out/test.jsonl" --max-length 64 --max-new-tokens 13 \
-            --seed "$seed" --output-dir "$out/answers_bfloat16"
+            --scorer $task:correct "${ask[@]}" --output-dir "$out/answers_bfloat16"
     fi
 done
 if [[ $steps = all || " $steps " == *" table "* ]]; then

@@ -77,49 +77,51 @@ def gains(folders) -> list[str]:
     answers = read(folders)
     of_cpu = minutes(folders)
     tasks = [*dict.fromkeys(row["category"] for row in answers["sft"][folders[0]])]
-    of_seeds = lambda by_seed: [
-        statistics.fmean(differences(answers["sft"][folder], rows)) for folder, rows in by_seed.items()
-    ]
-    deviation, freedom = spread([of_seeds(by_seed) for policy, by_seed in answers.items() if policy != "sft"])
+    befores = {policy: [answers["sft"][folder] for folder in of] for policy, of in answers.items() if policy != "sft"}
+    deviation, freedom = pooled([(before, [*answers[policy].values()]) for policy, before in befores.items()])
     lines = []
     for policy, by_seed in answers.items():
-        rows = sum(by_seed.values(), [])
-        mean = lambda key: statistics.fmean(row[key] for row in rows)
-        right_ones = f"{share(rows)} %"
-        gained = ""
+        after = [*by_seed.values()]
+        rows = sum(after, [])
+        gained = [f"{share(rows)} %", ""]
         if policy != "sft":
-            before = [answers["sft"][folder] for folder in by_seed]
-            right_ones = f"{share(sum(before, []))} -> {right_ones}"
-            middle, half = gain(before, [*by_seed.values()], deviation, freedom)
-            gained = f"{middle:+.2f} [{middle - half:+.2f}, {middle + half:+.2f}]"
-        each = [share(by_seed[folder]) if folder in by_seed else "-" for folder in folders]
-        by_task = [f"{share([row for row in rows if row['category'] == task])} %" for task in tasks]
-        cells = [right_ones, gained, ", ".join(each), *by_task]
-        cells += [f"{mean('kl'):.1f}", f"{mean('finished'):.0%}", f"{of_cpu[policy]:.0f}"]
+            gained = gain_cells(befores[policy], after, deviation, freedom)
+        each = ", ".join(share(by_seed[folder]) if folder in by_seed else "-" for folder in folders)
+        finished = statistics.fmean(row["finished"] for row in rows)
+        cells = [*gained, each, *task_cells(rows, tasks), f"{finished:.0%}", f"{of_cpu[policy]:.0f}"]
         lines.append([METHODS.get(policy, "SFT"), *cells])
-    seeds = ", ".join(folder.name for folder in folders)
-    titles = ["", "right", "gain", f"right, seeds {seeds}, %", *tasks, "KL", "ended", "CPU minutes"]
-    return markdown(titles, lines)
+    return markdown(["", *titles_of(folders, tasks), "ended", "CPU minutes"], lines)
 
 
 def share(rows) -> str:
     return f"{100 * statistics.fmean(row['right'] for row in rows):.0f}"
 
 
-def compared(arms) -> list[list[str]]:
-    """Cells of each arm: right before and after, the gain, right by task, and the KL.
+def pooled(arms) -> tuple[float, int]:
+    """spread of the arms' gains by seed. arms: for each the rows of its seeds' answers before and after."""
+    return spread([[statistics.fmean(differences(*of_seed)) for of_seed in zip(*arm)] for arm in arms])
 
-    arms: for each the rows of its seeds' answers before and after, [(rows by seed, rows by seed)]."""
-    of_seeds = [[statistics.fmean(differences(*of_seed)) for of_seed in zip(*arm)] for arm in arms]
-    deviation, freedom = spread(of_seeds)
+
+def gain_cells(before, after, deviation, freedom) -> list[str]:
+    """Right before and after, and the gain with its interval."""
+    middle, half = gain(before, after, deviation, freedom)
+    right_ones = f"{share(sum(before, []))} -> {share(sum(after, []))} %"
+    return [right_ones, f"{middle:+.2f} [{middle - half:+.2f}, {middle + half:+.2f}]"]
+
+
+def task_cells(rows, tasks) -> list[str]:
+    """Right by task, and the KL."""
+    by_task = [f"{share([row for row in rows if row['category'] == task])} %" for task in tasks]
+    return [*by_task, f"{statistics.fmean(row['kl'] for row in rows):.1f}"]
+
+
+def compared(arms) -> list[list[str]]:
+    """Cells of each arm, which has all seeds. arms: as pooled takes them."""
+    deviation, freedom = pooled(arms)
     lines = []
     for before, after in arms:
-        rows = sum(after, [])
-        middle, half = gain(before, after, deviation, freedom)
-        cells = [f"{share(sum(before, []))} -> {share(rows)} %"]
-        cells += [f"{middle:+.2f} [{middle - half:+.2f}, {middle + half:+.2f}]", ", ".join(map(share, after))]
-        cells += [f"{share([row for row in rows if row['category'] == task])} %" for task in tasks_of(rows)]
-        lines.append([*cells, f"{statistics.fmean(row['kl'] for row in rows):.1f}"])
+        gained, rows = gain_cells(before, after, deviation, freedom), sum(after, [])
+        lines.append([*gained, ", ".join(map(share, after)), *task_cells(rows, tasks_of(rows))])
     return lines
 
 
@@ -127,10 +129,10 @@ def tasks_of(rows) -> list[str]:
     return sorted({row["category"] for row in rows})
 
 
-def titles_of(folders, rows) -> list[str]:
+def titles_of(folders, tasks) -> list[str]:
     """Titles of the cells that `compared` makes."""
     seeds = ", ".join(folder.name for folder in folders)
-    return ["right", "gain", f"right, seeds {seeds}, %", *tasks_of(rows), "KL"]
+    return ["right", "gain", f"right, seeds {seeds}, %", *tasks, "KL"]
 
 
 def learned(folders) -> list[str]:
@@ -150,10 +152,10 @@ def learned(folders) -> list[str]:
                     ranked.setdefault(part, []).append(row)
         accuracies = [f"{measures.pair_metrics(ranked[part])['accuracy']:.0%}" for part in sorted(ranked)]
         firsts.append([f"a reward model of {n:,} pairs", *accuracies, proxy(before, after)])
-    rows = sum(arms[0][0], [])
+    tasks = tasks_of(sum(arms[0][0], []))
     lines = [[*first, *cells] for first, cells in zip(firsts, compared(arms))]
-    titles = ["reward", "accuracy", *(f"of {task}" for task in tasks_of(rows)), "own gain"]
-    return markdown([*titles, *titles_of(folders, rows)], lines)
+    titles = ["reward", "accuracy", *(f"of {task}" for task in tasks), "own gain"]
+    return markdown([*titles, *titles_of(folders, tasks)], lines)
 
 
 def proxy(before, after) -> str:
@@ -192,7 +194,8 @@ def dtypes(folders) -> list[str]:
         ["the cap, over none", "", ""],
     ]
     lines = [[*first, *cells] for first, cells in zip(firsts, compared(arms))]
-    return markdown(["PPO in", "k3 per token", "largest ratio", *titles_of(folders, sum(before, []))], lines)
+    titles = titles_of(folders, tasks_of(sum(before, [])))
+    return markdown(["PPO in", "k3 per token", "largest ratio", *titles], lines)
 
 
 def samples(folders) -> list[str]:

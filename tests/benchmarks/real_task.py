@@ -107,15 +107,21 @@ def labelled(answers, flipped, rng) -> list[dict]:
     return pairs
 
 
-def label(policy, prompts, flipped, seed, file):
-    """Pairs of a policy's answers, four to each prompt; how many of them are right."""
+def answered(policy, prompts, n, seed) -> tuple[list, list[str], list[float]]:
+    """Sample a policy's answers, n to each prompt of a file: the prompts, the texts and whether they are right."""
     tokenizer = pretrained.load_tokenizer(policy)
     prompts = load_prompts(prompts, "train", tokenizer, max_tokens=56)
     model = pretrained.load_policy(policy, tokenizer).eval()
-    sampled = sample_pairs(model, tokenizer, prompts, n=4, seed=int(seed), max_new_tokens=13, slots=64)
+    sampled = sample_pairs(model, tokenizer, prompts, n=n, seed=int(seed), max_new_tokens=13, slots=64)
     texts = [answer.text.strip() for _, answer in sampled]
-    right = correct([], texts, [prompt.row.data for prompt, _ in sampled])
-    answers = [(prompt.question, text, r > 0) for (prompt, _), text, r in zip(sampled, texts, right) if text]
+    return prompts, texts, correct([], texts, [prompt.row.data for prompt, _ in sampled])
+
+
+def label(policy, prompts, flipped, seed, file):
+    """Pairs of a policy's answers, four to each prompt; how many of them are right."""
+    prompts, texts, right = answered(policy, prompts, 4, seed)
+    of_answers = (prompt for prompt in prompts for _ in range(4))
+    answers = [(prompt.question, text, r > 0) for prompt, text, r in zip(of_answers, texts, right) if text]
     pairs = labelled(answers, float(flipped), random.Random(f"{seed}/{Path(file).stem}"))
     task_of = {prompt.question: prompt.category for prompt in prompts}
     for pair in pairs:
@@ -149,23 +155,16 @@ def ranked_answers(answers, most=math.inf) -> list[dict]:
 def compare(policy, folder, seed, counts):
     """Write FOLDER/labels_N.jsonl for each N of counts ("100 400"), N pairs of a right and a wrong answer of a policy
     to the prompts for labels, each larger file with the rows of the smaller ones; and labels_test.jsonl."""
-    tokenizer = pretrained.load_tokenizer(policy)
-    model = pretrained.load_policy(policy, tokenizer).eval()
-    for names, n in ((("pairs", "renewed"), 8), (("test",), 4)):
-        asked = ",".join(f"{folder}/{name}.jsonl" for name in names)
-        prompts = load_prompts(asked, "train", tokenizer, max_tokens=56)
-        sampled = sample_pairs(model, tokenizer, prompts, n=n, seed=int(seed), max_new_tokens=13, slots=64)
-        texts = [answer.text.strip() for _, answer in sampled]
-        right = correct([], texts, [prompt.row.data for prompt, _ in sampled])
-        answers = [
-            (prompt.question, text, is_right, prompt.category)
-            for (prompt, _), text, is_right in zip(sampled, texts, right) if text
-        ]
-        for count in counts.split() if n == 8 else ("test",):
-            rankings = ranked_answers(answers, math.inf if count == "test" else int(count))
+    for_labels = f"{folder}/pairs.jsonl,{folder}/renewed.jsonl", 8, counts.split()
+    for asked, n, names in (for_labels, (f"{folder}/test.jsonl", 4, ["test"])):
+        prompts, texts, right = answered(policy, asked, n, seed)
+        of_answers = (prompt for prompt in prompts for _ in range(n))
+        answers = [(p.question, text, r, p.category) for p, text, r in zip(of_answers, texts, right) if text]
+        for name in names:
+            rankings = ranked_answers(answers, math.inf if name == "test" else int(name))
             pairs = sum(len(row["responses"]) - 1 for row in rankings)
-            print(f"labels_{count}: {pairs} pairs of {len(rankings)} prompts, {statistics.fmean(right):.1%} right")
-            files.write_jsonl(f"{folder}/labels_{count}.jsonl", rankings)
+            print(f"labels_{name}: {pairs} pairs of {len(rankings)} prompts, {statistics.fmean(right):.1%} right")
+            files.write_jsonl(f"{folder}/labels_{name}.jsonl", rankings)
 
 
 def likely(folder, *names):
