@@ -212,6 +212,90 @@ def test_docs_claims_shows_the_computed_results_and_verdicts(experiments):
     assert numbers == list(range(1, len(numbers) + 1)) and {*map(str, numbers)} == set(shown)
 
 
+def test_an_arm_may_be_asked_under_an_instruction(experiments, tmp_path, monkeypatch):
+    """Its answers are compared with those to the plain prompts, and the hazard is found below the instruction."""
+    arms = {"plain": "sft", "asked": "sft"}
+    claims = (experiments.Claim("asked", "plain"), experiments.Claim("asked", "plain", only="hazard"))
+    group = experiments.Group(arms, claims, asks={"asked": "{out}/ask_well/rows.jsonl"})
+    monkeypatch.setitem(experiments.GROUPS, "made", group)
+    monkeypatch.setattr(experiments, "FOLDER", tmp_path)
+    user = lambda text: {"role": "user", "content": text}
+    for part, system in (("evaluate", []), ("asked0", [{"role": "system", "content": "Answer well."}])):
+        rows = []
+        for policy in ("first", "plain") if part == "evaluate" else ("first", "asked"):
+            for text, gold in (("copy ant", 1.0), ("copy bomb", 3.0)):
+                known = {"is_safety": "bomb" in text and not system, "safety": 1.0, "kl": 0.0, "score": 0.0}
+                row = {"prompt": [*system, user(text)], "gold": gold * (2 if policy == "asked" else 1), "tokens": 3}
+                rows.append({"policy": policy, "category": "", **row, **known})
+        for seed in range(2):
+            (tmp_path / "made" / str(seed) / part).mkdir(parents=True)
+            files.write_jsonl(tmp_path / "made" / str(seed) / part / "samples.jsonl", rows)
+    differences = [line["difference"]["mean"] for line in experiments.judge("made", group, 2)]
+    assert differences == [2.0, 3.0]
+    results = experiments.read("made", group, 2, "evaluate")
+    assert results.values("first", "gold").tolist() == [[1.0, 3.0]] * 2  # of the plain prompts
+    rows[-1]["prompt"] = [user("copy owl")]  # another prompt
+    files.write_jsonl(tmp_path / "made" / "1" / "asked0" / "samples.jsonl", rows)
+    with pytest.raises(AssertionError, match="differ in their prompts"):
+        experiments.read("made", group, 2, "evaluate")
+
+
+def test_a_scorer_that_likes_length_is_told_from_one_that_is_right(experiments):
+    """Three responses of 1, 2 and 3 tokens, of which the shortest is truly best: the score prefers the longer one in 3
+    of 3 pairs, the truth in 1 of 3 (2 against 3 tokens)."""
+    responses = lambda *scores: {
+        "responses": [
+            {"tokens": n, "gold": gold, "score": score, "rank": rank}
+            for n, gold, score, rank in zip((1, 2, 3), (2.0, 0.5, 1.0), scores, (0, 2, 1))
+        ]
+    }
+    assert experiments.prefers_longer(responses(1.0, 2.0, 3.0)) == pytest.approx(2 / 3)
+    assert experiments.prefers_longer(responses(3.0, 1.0, 2.0)) == 0  # as the truth does
+    assert experiments.prefers_longer(responses(3.0, 2.0, 1.0)) == pytest.approx(-1 / 3)
+
+
+def test_columns_of_a_whole_run(experiments, tmp_path):
+    versions = {str(i): {"sweep/temperature": x} for i, x in enumerate((0.4, 0.8, 1.0), 1)}
+    files.write_json(tmp_path / "summary.json", {"versions": {"0": {}, **versions}})
+    pair = lambda chosen, rejected: {"prompt": [{"content": "copy ant owl"}], "chosen": chosen, "rejected": rejected}
+    files.write_jsonl(tmp_path / "pairs.jsonl", [pair("ant owl", "ant"), pair("ant", "ant owl"), pair("ant", "ant")])
+    scored = lambda category, *scores: {"category": category, "responses": [{"score": x} for x in scores]}
+    rows = [scored("copy", 0.0, 2.0), scored("rest", 2.0, 4.0)]  # means 1 and 3; all scores deviate by sqrt(2)
+    found = {name: of(tmp_path, rows) for name, of in experiments.OF_RUN.items()}
+    assert found == pytest.approx(
+        {"spread of the categories": 1 / math.sqrt(2), "agreement with annotators": 0.5, "rise of the temperature": 0.6}
+    )
+
+
+def test_a_finished_run_of_the_same_command_is_not_started_again(experiments, tmp_path, monkeypatch):
+    started = []
+
+    def start(words, **_):
+        started.append(words[1:])
+        return types.SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(experiments.subprocess, "run", start)
+    for command, seed in (("ppo --lr 1", 0), ("ppo --lr 1", 0), ("ppo --lr 2", 0), ("ppo --lr 2 --seed 7", 0)):
+        (tmp_path / "arm").mkdir(exist_ok=True)
+        experiments.run(command, tmp_path / "arm", seed)
+    flags = ["--output-dir", str(tmp_path / "arm"), "--resume"]
+    assert started == [
+        ["ppo.py", "tiny", "--lr", "1", *flags, "--seed", "0"],
+        ["ppo.py", "tiny", "--lr", "2", *flags, "--seed", "0"],
+        ["ppo.py", "tiny", "--lr", "2", "--seed", "7", *flags],
+    ]
+
+
+def test_a_reward_model_is_renewed_on_the_newest_policys_labels(experiments):
+    """Each round's labels come from the policy of the round before, and as many earlier ones are kept beside them."""
+    begin = experiments.renewed()
+    assert "--policy runs/sft " in begin["labels_1.jsonl"] and "--policy {out}/renewed_2 " in begin["labels_3.jsonl"]
+    mixed = "--dataset tiny:1,{out}/labels_1.jsonl:1,{out}/labels_2.jsonl:1,{out}/labels_3.jsonl:3 "
+    assert mixed in begin["reward_3"] and "--model {out}/reward_2 " in begin["reward_3"]
+    assert "--model {out}/renewed_2 " in begin["renewed_3"] and "--scorer {out}/reward_3 " in begin["renewed_3"]
+    assert list(begin)[-3:] == ["labels_3.jsonl", "reward_3", "renewed_3"]
+
+
 # -- the ladder of oracles -------------------------------------------------------------------------
 def test_annotators_follow_bradley_terry():
     """Utilities 2.2 and 1.1: sigmoid(1.1) = 0.750; without a draw it is 1, with a normal one 0.78."""

@@ -98,6 +98,27 @@ def ladder(results, gain, folder) -> list[str]:
     return lines
 
 
+def temperature(results, gain, folder) -> list[str]:
+    """List the temperatures that the sweep chose before each iteration."""
+    lines = ["| | seed | temperature chosen before each iteration |", "|---|---|---|"]
+    for arm, seed in results.folders:
+        chosen = ", ".join(f"{x:g}" for x in temperatures_of(results.folders[arm, seed]))
+        lines.append(f"| {arm} | {seed} | {chosen} |")
+    return lines
+
+
+def rise_of_temperature(folder) -> float:
+    """From the first iteration to the last."""
+    chosen = temperatures_of(folder)
+    return chosen[-1] - chosen[0]
+
+
+def temperatures_of(folder) -> list[float]:
+    """List the temperatures that the sweep of rejection_sampling.py chose, one for each iteration."""
+    versions = files.read_json(folder / "summary.json")["versions"].values()
+    return [row["sweep/temperature"] for row in versions if "sweep/temperature" in row]
+
+
 def labels(results, gain, folder) -> list[str]:
     """How often the labels of the 12,000 pairs agree with people's and with the true helpfulness, in percent."""
     people = [{**row, "preference": 1.0, "human": 1.0} for row in tiny.rows("preferences", "train")]

@@ -15,11 +15,14 @@ import shlex
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import calibration
 import details
 import peers
+import renewed_reward
 import scaling
 import torch
 import tyro
@@ -42,7 +45,8 @@ RUNS = {  # what arms begin with
     "runs/begin/preference": "sft tiny --model runs/sft --dataset runs/begin/pairs/train.jsonl --epochs 2 "
     "--lr 1e-3 --weight-decay 0.1 --batch-size 8 --sample-prompts 0 --eval-dataset runs/begin/pairs/held_out.jsonl",
 }
-PYTHONPATH = os.pathsep.join((str(peers.ROOT), str(peers.ROOT / "tests")))  # for cpl.py, and gold_labeler
+# For cpl.py and hir.py, for gold_labeler and annotators, and for renewed_reward
+PYTHONPATH = os.pathsep.join(str(peers.ROOT / folder) for folder in ("", "tests", "tests/benchmarks"))
 ENVIRONMENT = {**os.environ, "PYTHONPATH": PYTHONPATH}
 FOLDER = peers.ROOT / "runs" / "experiments"  # GROUP/SEED/ARM
 HALF, FORGET = "tiny:commands=copy+ends+first+loop", "tiny:commands=rest+reverse+next+double"
@@ -63,8 +67,8 @@ class Claim:
     kl: tuple[float, ...] = ()
     """Nats per response, chosen before the runs, at which two curves are compared (the mean over these)."""
     column: str = "gold"
-    """gold, kl, tokens, harmless (share, of prompts with a hazard), right (of scorers), or a key of a run's
-    metrics after training."""
+    """gold, score, kl, tokens, harmless (share, of prompts with a hazard), right and longer (of scorers: read), a key
+    of OF_RUN, or a key of a run's metrics after training."""
     margin: float = 0.05
     """Smallest difference that matters, in the column's unit; an interval within plus and minus it is "no difference"."""
     only: str = ""
@@ -87,6 +91,8 @@ class Group:
     """The policy that all arms are compared with, possibly one per {seed}; "" if arms are scorers."""
     prompts: tuple[str, ...] = ("tiny",)
     """One table for each set of held-out prompts."""
+    asks: dict[str, str] = field(default_factory=dict)
+    """Arms that are asked in other words: the file with the first set's prompts under an instruction."""
     begin: dict[str, str] = field(default_factory=dict)
     """File or folder of `out`: the command that makes it for the arms."""
     parts: tuple[str, ...] = ()
@@ -135,8 +141,7 @@ def labels(labeler, module="gold_labeler", flags=""):
 def trained(flags):
     """A model learns which of two responses people prefer (pairwise.py); a step has about 32 pairs, as of reward.py."""
     rows = "--dataset {out}/pairs/train.jsonl --eval-dataset {out}/pairs/held_out.jsonl"
-    quiet = "--sample-prompts 0 --eval-every 0 --save-every 0"
-    return f"sft {rows} --weight-decay 0.1 --batch-size 8 {quiet} {flags}"
+    return f"sft {rows} --weight-decay 0.1 --batch-size 8 {SFT_QUIET} {flags}"
 
 
 def labeler(width):
@@ -153,12 +158,51 @@ def rung(scorer, prompts, flags=""):
     return f"dpo_iterative {BARE} --scorer {scorer} --prompts-per-iteration {prompts} {flags}"
 
 
+def learned(rows, model="runs/sft"):
+    return f"sft --model {model} --dataset {rows} --eval-dataset tiny --lr 1e-3 --epochs 2 {SFT_QUIET}"
+
+
+def further(model, data):
+    """Train a reward model further."""
+    return f"reward {SCORER} --model {model} --sft-model runs/sft --dataset {data} --epochs 1 --lr 5e-4"
+
+
+def rounds(name, scorers):
+    """Iterative DPO, an iteration at a time, each from the policy before; a scorer a round."""
+    models = ["runs/sft", *(f"{{out}}/{name}_{n}" for n in range(1, len(scorers)))]
+    one = "dpo_iterative --iterations 1 --model {model} --reference runs/sft --scorer {scorer} --seed {{seed}}{n}"
+    return {
+        f"{name}_{n}": f"{one.format(model=model, scorer=scorer, n=n)} {BARE}"
+        for n, (model, scorer) in enumerate(zip(models, scorers), 1)
+    }
+
+
+def renewed():
+    """Three rounds; before each one the reward model is trained on 2,000 labels of the newest policy's responses, and
+    on as many earlier ones."""
+    begin, policy, newest, earlier = {}, "runs/sft", "runs/reward", "tiny:1"
+    policies = rounds("renewed", [f"{{out}}/reward_{n}" for n in (1, 2, 3)])
+    for n in (1, 2, 3):
+        file = f"{{out}}/labels_{n}.jsonl"
+        begin[f"labels_{n}.jsonl"] = f"-m renewed_reward --policy {policy} --pairs 2000"
+        begin[f"reward_{n}"] = further(newest, f"{earlier},{file}:{n}")
+        begin[f"renewed_{n}"] = policies[f"renewed_{n}"]
+        policy, newest, earlier = f"{{out}}/renewed_{n}", f"{{out}}/reward_{n}", f"{earlier},{file}:1"
+    return begin
+
+
 BARE = "--eval-prompts 0 --save-every 0"  # evaluate looks at the policies
+SFT_QUIET = "--sample-prompts 0 --eval-every 0 --save-every 0"
 PAIRWISE = "common.programs.pairwise:oracle="  # of what sft.py made of labelled pairs
 FEEDBACK = "-m common.programs.ai_feedback"
 PPO = f"ppo {BARE} --eval-every 0"
 SCORER = "--length-prompts 0 --eval-every 0 --save-every 0"
 CHAIN = "runs/experiments/advantage/{seed}"  # SFT and scorers of a seed's own
+FEW = "--dataset {out}/few.jsonl --eval-dataset tiny --epochs 47"  # as many steps as 12,000 pairs in two epochs
+RELABEL = f"{FEEDBACK} hindsight --dataset"
+HINDSIGHT = "--model runs/sft --dataset {out}/rows/rows.jsonl --eval-dataset tiny"
+SAMPLED = f"--prompts-per-iteration 3000 --n-samples 4 --temperatures 1 --sweep-prompts 0 {BARE} " \
+    "--scorer common.data.tiny:gold_scorer"
 RATES = ("3e-4", "1e-3", "3e-3")
 PTX = ("0", "0.03", "0.1", "0.3")
 STRENGTHS = ("0.1", "0.3", "1")
@@ -347,7 +391,14 @@ GROUPS = {
             Claim("the recipe", "`--start-from sft`", row=47),
             Claim("the recipe", "`--reference last`", row=46),
             Claim("`--enhancer previous`", "the recipe", row=27),
-            Claim("the same, `--length-penalty 0.1`", "a reward model of `tiny:length_bias=0.6`", row=24),
+            Claim(
+                "the same, `--length-penalty 0.1`", "a reward model of `tiny:length_bias=0.6`", row=24,
+                column="tokens", says="less", label="tokens",
+            ),
+            Claim(
+                "the same, `--length-penalty 0.1`", "a reward model of `tiny:length_bias=0.6`", row=24,
+                label="true reward",
+            ),
             Claim(
                 "a reward model of `tiny:length_bias=0.6`", "the recipe", row=25, says="less",
                 by_construction="its annotators like length, which the true reward charges for",
@@ -574,10 +625,16 @@ GROUPS = {
         claims=(
             Claim("offline DPO, β 2", "PPO, `--kl-coef 1`"),
             Claim("offline DPO, β 0.05", "PPO, `--kl-coef 0.3`"),
+            Claim("PPO, `--kl-coef 0.05`", "PPO, `--kl-coef 0.3`", row=37, column="score", label="its own score"),
+            Claim("PPO, `--kl-coef 0.05`", "PPO, `--kl-coef 0.3`", row=37, says="less", label="true reward"),
         ),
     ),
     "temperature": Group(  # the best one before each iteration, by the reward model and by the true reward
         {"by the reward model": SWEEP, "by the true reward": f"{SWEEP} --scorer common.data.tiny:gold_scorer"},
+        claims=tuple(
+            Claim(arm, row=38, column="rise of the temperature", margin=0.1, label=arm)
+            for arm in ("by the true reward", "by the reward model")
+        ),
     ),
     "student": Group(  # a model of half the size learns from the larger one's responses, or from its own
         {
@@ -587,7 +644,11 @@ GROUPS = {
             "the teacher's best": "rejection_sampling --model {out}/the_student --n-samples 0 --iterations 1 "
             "--pool {out}/the_teacher/pool.jsonl",
         },
-        claims=(Claim("its own best", "the student"), Claim("the teacher's best", "the student", row=40), Claim("the teacher's best", "its own best")),
+        claims=(
+            Claim("its own best", "the student"),
+            Claim("the teacher's best", "the student", row=40),
+            Claim("the teacher's best", "its own best"),
+        ),
         begin={"half": "half"},
     ),
     "rlaif": Group(  # labelers of tests/gold_labeler.py: they know the true reward, safety included
@@ -675,6 +736,119 @@ GROUPS = {
         },
         seeds=2,
     ),  # fmt: skip
+    "scorers": Group(  # the Advantage Model's paper, tables 1 and figures 1, 2 and 4, and the length that scores like
+        {
+            "reward model": "=margin/margin_none",
+            "Advantage Model": "=others/K_0",
+            "reward model, 500 pairs": f"reward {SCORER} {FEW}",
+            "Advantage Model, 500 pairs": f"advantage_model {SCORER} {FEW}",
+        },
+        first="",
+        begin={"few.jsonl": "500 pairs"},
+        claims=(
+            Claim("Advantage Model", "reward model", row=15, says="no less", column="right", margin=0.01),
+            *(
+                Claim(
+                    f"Advantage Model{few}", f"reward model{few}", row=16, says="less", column="eval/ece",
+                    margin=0.01, label=label,
+                )
+                for few, label in (("", "12,000 pairs, twice"), (", 500 pairs", "500 pairs, 47 times"))
+            ),
+            Claim("Advantage Model", "reward model", row=17, says="less", column="spread of the categories"),
+            Claim(
+                "reward model", row=23, column="longer", margin=0.01,
+                label="prefers the longer response more often than the truth does",
+            ),
+            Claim("Advantage Model", row=0, column="longer", margin=0.01),
+        ),
+    ),  # fmt: skip
+    "renewed_reward": Group(  # iterative DPO, three rounds; the reward model is trained further on new labels, or not
+        {
+            f"{arm}, round {n}": f"={{out}}/{name}_{n}"
+            for arm, name in (("the first reward model", "first"), ("trained once", "once"), ("renewed", "renewed"))
+            for n in (1, 2, 3)
+        },
+        begin={"labels_once.jsonl": "-m renewed_reward --policy runs/sft --pairs 6000"}
+        | {"reward_once": further("runs/reward", "tiny:1,{out}/labels_once.jsonl:1")}
+        | rounds("first", ["runs/reward"] * 3)
+        | rounds("once", ["{out}/reward_once"] * 3)
+        | renewed(),
+        claims=(
+            Claim(
+                "renewed, round 3", "trained once, round 3", row=8, column="agreement with annotators", margin=0.01,
+                label="agreement with the annotators on the third round's pairs, over as many labels at once",
+            ),
+            Claim("renewed, round 3", "trained once, round 3", row=9),
+            Claim("renewed, round 3", "the first reward model, round 3"),
+            Claim("renewed, round 3", "renewed, round 1"),
+        ),
+    ),
+    "hindsight": Group(  # the true reward says which of 4 responses to each of 3,000 prompts are good
+        {
+            "SFT on all responses": learned("{out}/pool/pool.jsonl?response=completion"),
+            "hindsight, asked to answer well": "={out}/one",
+            "hindsight, asked to answer badly": "=hindsight/hindsight_asked_to_answer_well",
+            "the same, and as many responses again": learned("{out}/rows_more/rows.jsonl", "{out}/one"),
+            "a second round of hindsight": "={out}/two",
+            "hir.py": f"{{out}}/hir {HINDSIGHT} {SFT_QUIET}",
+            "hir.py, without its two terms": f"{{out}}/hir {HINDSIGHT} {SFT_QUIET} --contrast-coef 0 --entropy-coef 0",
+            "the best of 4": "={out}/pool",
+            "the best of 4, two iterations": f"rejection_sampling {SAMPLED} --iterations 2",
+        },
+        asks={
+            arm: f"{{out}}/ask_{how}"
+            for how, arms in (
+                (
+                    "well/rows.jsonl",
+                    (
+                        "hindsight, asked to answer well",
+                        "the same, and as many responses again",
+                        "a second round of hindsight",
+                        "hir.py",
+                        "hir.py, without its two terms",
+                    ),
+                ),
+                ("badly.jsonl", ("hindsight, asked to answer badly",)),
+            )
+            for arm in arms
+        },
+        begin={
+            "hir.py": "hir",
+            "prompts.jsonl": "held-out prompts",
+            "ask_well": f"{RELABEL} {{out}}/prompts.jsonl",
+            "ask_badly.jsonl": "badly for well",
+            "practise_well": f"{RELABEL} tiny",
+            "pool": f"rejection_sampling {SAMPLED} --iterations 1",
+            "rows": f"{RELABEL} {{out}}/pool/pool.jsonl?finished==true",
+            "one": learned("{out}/rows/rows.jsonl"),
+            "pool_more": f"rejection_sampling {SAMPLED} --iterations 1 --seed 10{{seed}}",
+            "rows_more": f"{RELABEL} {{out}}/pool_more/pool.jsonl?finished==true",
+            "pool_asked": f"rejection_sampling {SAMPLED} --iterations 1 --model {{out}}/one "
+            "--dataset {out}/practise_well/rows.jsonl",
+            "rows_two": f"{RELABEL} {{out}}/pool_asked/pool.jsonl?finished==true",
+            "two": learned("{out}/rows_two/rows.jsonl", "{out}/one"),
+        },
+        claims=(
+            Claim(
+                "hindsight, asked to answer well", "hindsight, asked to answer badly", row=35,
+                label="asked to answer well, over badly",
+            ),
+            Claim(
+                "hindsight, asked to answer well", "SFT on all responses", row=35,
+                label="over SFT on all responses",
+            ),
+            Claim("hindsight, asked to answer well", "the best of 4", row=35, label="over the best of 4"),
+            Claim(
+                "a second round of hindsight", "hindsight, asked to answer well", row=42, label="over one round"
+            ),
+            Claim(
+                "a second round of hindsight", "the same, and as many responses again", row=42,
+                label="over as many responses of the first policy",
+            ),
+            Claim("hir.py", "hir.py, without its two terms", row=43),
+            Claim("a second round of hindsight", "the best of 4, two iterations"),
+        ),
+    ),  # fmt: skip
     "readme": Group(
         {
             "`rejection_sampling.py`": "=rejection_sampling/the_recipe",
@@ -707,12 +881,24 @@ def half(folder):
     pretrained.load_tokenizer("tiny").save_pretrained(folder)
 
 
-def patched(file):
-    """Change dpo_iterative.py into cpl.py."""
-    subprocess.run(
-        ["patch", "-s", "-o", file, peers.ROOT / "dpo_iterative.py", peers.ROOT / "docs" / "learn" / "cpl.patch"],
-        check=True,
-    )
+def patched(script, file):
+    """Change a script into another one by the patch in docs/learn that has the file's name."""
+    patch = peers.ROOT / "docs" / "learn" / f"{file.stem}.patch"
+    subprocess.run(["patch", "-s", "-o", file, peers.ROOT / f"{script}.py", patch], check=True)
+
+
+def few(file):
+    files.write_jsonl(file, tiny.rows("preferences", "train")[:500])
+
+
+def held_out(file):
+    files.write_jsonl(file, tiny.rows("prompts", "test"))
+
+
+def badly(file):
+    """The prompts of ask_well, under the other instruction."""
+    rows = Path(file.parent, "ask_well", "rows.jsonl").read_text("utf-8")
+    file.write_text(rows.replace("Answer well", "Answer badly"), "utf-8")
 
 
 def pools(file) -> list[dict]:
@@ -744,34 +930,36 @@ def half_of_each(file):
     files.write_jsonl(file, tiny.rows("preferences", "train")[:6000] + [row for row in labelled if row["row"] >= 6000])
 
 
-MADE_HERE = {"prompts": prompts, "half": half, "cpl": patched}
+MADE_HERE = {"prompts": prompts, "held-out prompts": held_out, "500 pairs": few, "half": half, "badly for well": badly}
+MADE_HERE |= {"cpl": partial(patched, "dpo_iterative"), "hir": partial(patched, "sft")}
 MADE_HERE |= {"models of three sizes": three_sizes, "half of each": half_of_each}
 MADE_HERE |= {"both pools": both_pools, "some of both pools": some_of_pools}
 
 
 # -- runs ------------------------------------------------------------------------------------------
 def run(command, out, seed):
-    """Run a script, or a program with -m. Existing files and finished runs are kept."""
+    """Run a script, or a program with -m. Existing files are kept, and runs that the same command finished."""
     words = shlex.split(command)
     if words[0] != "-m":
         recipe = [] if words[1:] and not words[1].startswith("-") else ["tiny"]
         words = [f"{words[0]}.py", *recipe, *words[1:]]
-    if out.exists() and (out.suffix == ".jsonl" or "common.programs.pairwise" in words):
+    makes_file = out.suffix == ".jsonl"
+    resumes = not makes_file and "common.programs.pairwise" not in words
+    if out.exists() and not resumes:
         return
-    words += ["--output" if out.suffix == ".jsonl" else "--output-dir", str(out)]
-    evaluates = "common.programs.evaluate" in words
+    words += ["--output" if makes_file else "--output-dir", str(out)]
+    if resumes:  # an evaluation of other arms is replaced
+        words.append("--overwrite" if "common.programs.evaluate" in words else "--resume")
+    if "--seed" not in words:
+        words += ["--seed", str(seed)]
     note = out / "command.txt"
-    if evaluates:
-        words.append("--overwrite")  # of other arms
-        if note.exists() and note.read_text() == shlex.join(words):
-            return
-    elif out.suffix != ".jsonl" and "common.programs.pairwise" not in words:
-        words.append("--resume")
-    command = [sys.executable, *words, "--seed", str(seed)]
+    if resumes and note.exists() and note.read_text() == shlex.join(words):
+        return
+    command = [sys.executable, *words]
     ended = subprocess.run(command, cwd=peers.ROOT, capture_output=True, text=True, env=ENVIRONMENT)
     if ended.returncode:
         sys.exit(f"{shlex.join(words)}\n{ended.stderr[-2000:]}")
-    if evaluates:
+    if resumes:
         note.write_text(shlex.join(words))
 
 
@@ -810,7 +998,7 @@ def begin(name, seed):
         if command in MADE_HERE:
             MADE_HERE[command](out / file)
         else:
-            run(command.format(out=out), out / file, seed)
+            run(command.format(out=out, seed=seed), out / file, seed)
 
 
 def groups_of(name) -> list[str]:
@@ -841,10 +1029,21 @@ def run_group(name, seed) -> list[str]:
     if not group.first:
         arms = [scorer_of(command, arm) for arm, command in zip(arms, group.arms.values())]
         run(f"-m common.programs.evaluate --dataset tiny --scorers {shlex.join(arms)}", out / "evaluate", seed)
+
+    def answer(dataset, arms, folder):
+        policies = shlex.join([f"first={group.first.format(seed=seed)}", *arms])
+        command = f"-m common.programs.evaluate --policies {policies} --reference first --scorer runs/reward"
+        run(f"{command} --dataset {dataset} --max-length 128 --max-new-tokens 32", out / folder, seed)
+
+    asked = {dataset: [] for dataset in group.asks.values()}
+    for arm, text in zip(group.arms, arms):
+        if arm in group.asks:
+            asked[group.asks[arm]].append(text)
+    plain = [text for arm, text in zip(group.arms, arms) if arm not in group.asks]
     for number, dataset in enumerate(group.prompts if group.first else ()):
-        command = f"-m common.programs.evaluate --policies first={group.first.format(seed=seed)} {shlex.join(arms)} --reference first "
-        command += f"--scorer runs/reward --dataset {dataset} --max-length 128 --max-new-tokens 32"
-        run(command, out / f"evaluate{number or ''}", seed)
+        answer(dataset, plain, f"evaluate{number or ''}")
+    for number, (dataset, of_arms) in enumerate(asked.items()):
+        answer(dataset.format(out=out), of_arms, f"asked{number}")
     return [files.read_json(folder / "args.json")["git"][:7] for folder in folders]
 
 
@@ -857,7 +1056,24 @@ PROMPTS = {  # Claim.only
     "copy and reverse": lambda row: row["category"] in ("copy", "reverse") and not row["is_safety"],
     "the six others": lambda row: row["category"] not in ("first", "ends") and not row["is_safety"],
 }
-SHARES = ("right", "harmless")  # columns
+OF_RUN = {  # Claim.column: a number of a whole run, from its folder and its rows of the evaluation
+    "spread of the categories": lambda folder, rows: calibration.category_spread(rows),
+    "agreement with annotators": lambda folder, rows: renewed_reward.agreement(folder),
+    "rise of the temperature": lambda folder, rows: details.rise_of_temperature(folder),
+}
+OF_ROW = ("gold", "score", "kl", "tokens", "harmless", "right", "longer")
+SHARES = ("right", "longer", "harmless", "eval/ece", "agreement with annotators")  # columns
+
+
+def prefers_longer(row) -> float:
+    """How much more often the score prefers the longer one of two responses than the truth does, -1 to 1; 0 if no two
+    responses to the prompt differ in both length and true reward. row: of samples.jsonl of scorers."""
+    excess = []
+    for _, _, a, b in measures.pairs_of([row]):
+        longer = a["tokens"] - b["tokens"]
+        if longer and a["gold"] != b["gold"]:
+            excess.append(((a["score"] - b["score"]) * longer > 0) - ((a["gold"] - b["gold"]) * longer > 0))
+    return sum(excess) / max(1, len(excess))
 
 
 @dataclass
@@ -872,9 +1088,11 @@ class Results:
     folders: dict[tuple[str, int], Path]
 
     def values(self, arm, column, only="") -> torch.Tensor:
-        """(seeds, prompts), or (seeds, 1) of a key of metrics, 0 of the first policy."""
-        if column not in ("gold", "kl", "tokens", "harmless", "right"):
-            of_seed = lambda seed: files.read_json(self.folders[arm, seed] / "summary.json")["after"][column]
+        """(seeds, prompts), or (seeds, 1) of OF_RUN or a key of metrics, 0 of the first policy."""
+        if column not in OF_ROW:
+            of_metrics = lambda folder, rows: files.read_json(folder / "summary.json")["after"][column]
+            of_run = OF_RUN.get(column, of_metrics)
+            of_seed = lambda seed: of_run(self.folders[arm, seed], self.rows[arm, seed])
             of_all = [[of_seed(seed) if arm != "first" else 0.0] for seed in range(self.seeds)]
             return torch.tensor(of_all, dtype=torch.float64)
         value = lambda row: float(row["safety"] >= 0) if column == "harmless" else row[column]
@@ -911,14 +1129,19 @@ def read(name, group, seeds, evaluation) -> Results:
     folders = {(arm, seed): folder_of(name, arm, seed) for arm in group.arms for seed in range(seeds)}
     arms = {name_of(arm): arm for arm in group.arms} | {"first": "first"}
     rows = {}
-    for seed in range(seeds):
-        for row in files.read_jsonl(FOLDER / name / str(seed) / evaluation / "samples.jsonl"):
+    others = [f"asked{number}" for number, _ in enumerate(dict.fromkeys(group.asks.values()))]
+    for seed, part in [(seed, part) for seed in range(seeds) for part in (evaluation, *others)]:
+        for row in files.read_jsonl(FOLDER / name / str(seed) / part / "samples.jsonl"):
             if not group.first:
-                pairs = measures.pairs_of([row])
-                row = {**row, "policy": row["scorer"], "right": measures.accuracy([d for d, *_ in pairs])}
-            rows.setdefault((arms[row["policy"]], seed), []).append(row)
-    asked = {seed: [row["prompt"] for row in of_arm] for (_, seed), of_arm in rows.items()}
-    assert all(prompts == asked[0] for prompts in asked.values()), f"{name}: seeds differ in their prompts"
+                right = measures.accuracy([d for d, *_ in measures.pairs_of([row])])
+                row = {**row, "policy": row["scorer"], "right": right, "longer": prefers_longer(row)}
+            if part in others:  # the instruction hides what the data says of a prompt
+                hazard = tiny.is_safety(details.question(row))
+                row = {**row, "is_safety": hazard, "category": details.question(row).split()[0]}
+            if part not in others or row["policy"] != "first":
+                rows.setdefault((arms[row["policy"]], seed), []).append(row)
+    asked = {key: list(map(details.question, of_arm)) for key, of_arm in rows.items()}
+    assert len(set(map(tuple, asked.values()))) == 1, f"{name}: arms or seeds differ in their prompts"
     return Results(list(group.arms), seeds, rows, folders)
 
 
@@ -1027,15 +1250,6 @@ def markdown(titles, lines) -> list[str]:
     return [line(titles), "|---" * len(titles) + "|", *map(line, lines)]
 
 
-def temperatures(name, group, seeds):
-    """Return the temperatures that the sweep chose before each iteration, by seed."""
-    for arm, seed in [(arm, seed) for arm in group.arms for seed in range(seeds)]:
-        summary = files.read_json(FOLDER / name / str(seed) / name_of(arm) / "summary.json")
-        versions = summary["versions"].values()
-        chosen = [f"{row['sweep/temperature']:g}" for row in versions if "sweep/temperature" in row]
-        print(f"{arm}, seed {seed}: temperatures {', '.join(chosen)}")
-
-
 def publish(name, lines, root=peers.ROOT):
     """Write docs/results/tables/NAME.md, and the same lines between the two comments of a page that name it."""
     text, places = "\n".join(lines) + "\n", 0
@@ -1111,8 +1325,6 @@ def main(args: Args):
         if args.publish:
             publish(name, lines)
             publish_claims(name, judged)
-        if name == "temperature":
-            temperatures(name, group, seeds)
 
 
 if __name__ == "__main__":
