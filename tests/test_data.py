@@ -1010,6 +1010,14 @@ def test_llama_2s_template_refuses_turns_that_do_not_alternate(tmp_path):
         chat.encode(loaded, [user("a"), user("b"), bot("c")])
 
 
+def test_a_template_whose_end_token_would_be_plain_text_is_refused(tmp_path):
+    """Llama 3's for a tokenizer with other tokens: the model would learn to spell `<|eot_id|>`."""
+    file = processes.ROOT / "docs" / "templates" / "llama3.jinja"
+    for name in ("chat", "llama2"):
+        with pytest.raises(InputError, match=r"llama3.jinja ends answers with <\|eot_id\|>, no token of "):
+            load(WRITTEN[name][0], tmp_path, chat_template=str(file))
+
+
 @pytest.mark.parametrize("template", ["{% for m in %}", "{{ raise_exception('never') }}"])
 def test_template_that_renders_nothing_is_an_input_error(template, tmp_path):
     (tmp_path / "mine.jinja").write_text(template)

@@ -59,7 +59,8 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
     chat_template: a file with a jinja template that replaces the tokenizer's own.
     quiet: print nothing.
 
-    Raises InputError if there is no chat template, or no token that ends a turn."""
+    Raises InputError if there is no chat template, or no token that ends a turn, or if the one that
+    `chat_template` writes there would be plain text."""
     from transformers import AutoTokenizer
 
     tokenizer = tiny.tokenizer() if name == "tiny" else from_hub(AutoTokenizer, name)
@@ -73,6 +74,9 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
     if not tokenizer.chat_template:
         raise InputError(f"{name} has no chat template. Give one with --chat-template FILE (jinja)")
     end = _end_of_turn(tokenizer, name)
+    unknown = set(re.findall(r"<\|\w+\|>", _after_answer(tokenizer))) - set(tokenizer.get_vocab())
+    if chat_template and unknown:
+        raise InputError(f"--chat-template {chat_template} ends answers with {unknown.pop()}, no token of {name}")
     if end != tokenizer.eos_token_id:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
         say(f"{name}: the end-of-sequence token is now {tokenizer.eos_token!r}, as in the chat template")
