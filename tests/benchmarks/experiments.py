@@ -590,7 +590,11 @@ GROUPS = {
         margins() | margins(" --max-steps 100"),
         first="",
         claims=tuple(
-            Claim(f"`--margin {margin}`", "`--margin none`", row=39, column="right", margin=0.005, label=margin)
+            Claim(
+                f"`--margin {margin}{steps}`", f"`--margin none{steps}`", row=39, column="right", margin=0.005,
+                label=f"{margin}, {text}",
+            )
+            for steps, text in (("", "750 steps"), (" --max-steps 100", "100 steps"))
             for margin in ("large", "small")
         ),
     ),
