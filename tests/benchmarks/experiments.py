@@ -597,7 +597,7 @@ GROUPS = {
             for steps, text in (("", "750 steps"), (" --max-steps 100", "100 steps"))
             for margin in ("large", "small")
         ),
-    ),
+    ),  # fmt: skip
     "pmp": Group(  # Qwen: many pairs of worse annotators (length counts six times), then 1,024 good ones
         {
             "good pairs alone": tuned(),
@@ -1073,10 +1073,10 @@ def prefers_longer(row) -> float:
     """How much more often the score prefers the longer one of two responses than the truth does, -1 to 1; 0 if no two
     responses to the prompt differ in both length and true reward. row: of samples.jsonl of scorers."""
     excess = []
-    for _, _, a, b in measures.pairs_of([row]):
+    for score, _, a, b in measures.pairs_of([row]):
         longer = a["tokens"] - b["tokens"]
         if longer and a["gold"] != b["gold"]:
-            excess.append(((a["score"] - b["score"]) * longer > 0) - ((a["gold"] - b["gold"]) * longer > 0))
+            excess.append((score * longer > 0) - ((a["gold"] - b["gold"]) * longer > 0))
     return sum(excess) / max(1, len(excess))
 
 
