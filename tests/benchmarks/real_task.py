@@ -67,7 +67,12 @@ def extract(rng):
     return f"{facts}. How many {things[i]} does {names[i]} have?", str(counts[i])
 
 
-TASKS = {task.__name__: task for task in (add, subtract, sort, upper, extract)}
+def backwards(rng):
+    words = rng.sample(WORDS, 5)
+    return f"Write in reverse order: {' '.join(words)}", " ".join(words[::-1])
+
+
+TASKS = {task.__name__: task for task in (add, subtract, sort, backwards, upper, extract)}
 
 
 def rows(tasks: str, n: int, seed) -> list[dict]:
