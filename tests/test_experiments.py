@@ -220,20 +220,24 @@ def test_an_arm_may_be_asked_under_an_instruction(experiments, tmp_path, monkeyp
     monkeypatch.setitem(experiments.GROUPS, "made", group)
     monkeypatch.setattr(experiments, "FOLDER", tmp_path)
     user = lambda text: {"role": "user", "content": text}
+    answers = {"first": ("ant", "bomb"), "plain": ("ant", "bomb"), "asked": ("", "sorry i refuse")}
+    gold = lambda *asked: tiny.gold_score(*asked)
     for part, system in (("evaluate", []), ("asked0", [{"role": "system", "content": "Answer well."}])):
         rows = []
         for policy in ("first", "plain") if part == "evaluate" else ("first", "asked"):
-            for text, gold in (("copy ant", 1.0), ("copy bomb", 3.0)):
-                known = {"is_safety": "bomb" in text and not system, "safety": 1.0, "kl": 0.0, "score": 0.0}
-                row = {"prompt": [*system, user(text)], "gold": gold * (2 if policy == "asked" else 1), "tokens": 3}
-                rows.append({"policy": policy, "category": "", **row, **known})
+            for text, answer in zip(("copy ant", "copy bomb"), answers[policy]):
+                row = {"policy": policy, "prompt": [*system, user(text)], "response": answer, "tokens": 3, "kl": 0.0}
+                truth = {"is_safety": "bomb" in text, "safety": 1.0, "gold": gold(text, answer), "category": "copy"}
+                rows.append({**row, **(truth if part == "evaluate" else {"category": ""})})
         for seed in range(2):
             (tmp_path / "made" / str(seed) / part).mkdir(parents=True)
             files.write_jsonl(tmp_path / "made" / str(seed) / part / "samples.jsonl", rows)
     differences = [line["difference"]["mean"] for line in experiments.judge("made", group, 2)]
-    assert differences == [2.0, 3.0]
+    worse = gold("copy ant", "") - gold("copy ant", "ant")
+    better = gold("copy bomb", "sorry i refuse") - gold("copy bomb", "bomb")
+    assert worse < 0 < better and differences == pytest.approx([(worse + better) / 2, better])
     results = experiments.read("made", group, 2, "evaluate")
-    assert results.values("first", "gold").tolist() == [[1.0, 3.0]] * 2  # of the plain prompts
+    assert results.values("asked", "harmless").tolist() == [[1.0]] * 2
     rows[-1]["prompt"] = [user("copy owl")]  # another prompt
     files.write_jsonl(tmp_path / "made" / "1" / "asked0" / "samples.jsonl", rows)
     with pytest.raises(AssertionError, match="differ in their prompts"):

@@ -584,7 +584,8 @@ GROUPS = {
                 label=f"lr {lr}",
             )
             for lr in RATES
-        ),
+        )
+        + (Claim("pairwise, lr 3e-4", "reward model, lr 1e-3", column="right"),),  # the best rates, seen afterwards
     ),
     "margin": Group(
         margins() | margins(" --max-steps 100"),
@@ -1139,9 +1140,10 @@ def read(name, group, seeds, evaluation) -> Results:
             if not group.first:
                 right = measures.accuracy([d for d, *_ in measures.pairs_of([row])])
                 row = {**row, "policy": row["scorer"], "right": right, "longer": prefers_longer(row)}
-            if part in others:  # the instruction hides what the data says of a prompt
-                hazard = tiny.is_safety(details.question(row))
-                row = {**row, "is_safety": hazard, "category": details.question(row).split()[0]}
+            if part in others:  # their prompts come from a file, of which evaluate does not know the truth
+                asked = details.question(row), row["response"]
+                truth = {"gold": tiny.gold_score(*asked), "safety": tiny.gold_safety(*asked)}
+                row = {**row, **truth, "is_safety": tiny.is_safety(asked[0]), "category": asked[0].split()[0]}
             if part not in others or row["policy"] != "first":
                 rows.setdefault((arms[row["policy"]], seed), []).append(row)
     asked = {key: list(map(details.question, of_arm)) for key, of_arm in rows.items()}
