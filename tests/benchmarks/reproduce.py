@@ -18,6 +18,7 @@ import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+TABLES = ROOT / "docs" / "results" / "tables"
 PAGES = """README.md docs/learn/rejection_sampling.md docs/results/rejection_sampling.md docs/learn/reward.md
 docs/results/reward.md docs/learn/advantage_model.md docs/results/advantage_model.md docs/learn/ppo.md
 docs/results/ppo.md docs/learn/dpo_iterative.md docs/results/dpo_iterative.md docs/use/evaluate.md
@@ -91,10 +92,18 @@ def in_short(name, command):
     return f"{name}: {text if len(text) < 90 else f'{text[:45]} ... {text[-40:].lstrip()}'}"
 
 
+def of_table(command) -> str | None:
+    """Return time and commit of a group of experiments.py from the last line of its table, if that has both."""
+    group = re.search(r"experiments.py (\w+) --seeds", command)
+    file = TABLES / f"{group[1]}.md" if group else TABLES
+    said = file.is_file() and re.search(r"at .*\b([0-9a-f]{7})\b.*; \d+ runs, (\d+) minutes", file.read_text())
+    return f"{60 * int(said[2])} s\t{said[1]}" if said else None
+
+
 def log():
     """docs/results/tables/reproduce.txt: time and commit of the commands that have ended well, here, or elsewhere if
-    the log has them."""
-    path, known, lines = ROOT / "docs" / "results" / "tables" / "reproduce.txt", {}, {}
+    the log or a table has them."""
+    path, known, lines = TABLES / "reproduce.txt", {}, {}
     if path.exists():
         known = dict(line.split("\t", 1) for line in path.read_text().splitlines())
     for name in PAGES.split():
@@ -102,6 +111,8 @@ def log():
             begin = in_short(name, command)
             if file and file.exists():
                 known[begin] = file.read_text().splitlines()[-1]
+            if measured := of_table(command):
+                known[begin] = measured
             if file:
                 lines[f"{begin}\t{known.get(begin, 'not run')}\n"] = None
     path.write_text("".join(lines))
