@@ -622,7 +622,6 @@ GROUPS = {
             "iterative DPO, β 0.15": "dpo_iterative --beta 0.15",
             "iterative DPO, β 0.5": "=dpo/the_recipe",
             "iterative DPO, β 2": "dpo_iterative --beta 2",
-            "PPO, `--kl-coef 0`": f"{PPO} --kl-coef 0",
             "PPO, `--kl-coef 0.05`": "ppo --kl-coef 0.05",
             "PPO, `--kl-coef 0.1`": "ppo --kl-coef 0.1",
             "PPO, `--kl-coef 0.3`": "=ppo/the_recipe",
@@ -631,8 +630,13 @@ GROUPS = {
         claims=(
             Claim("offline DPO, β 2", "PPO, `--kl-coef 1`"),
             Claim("offline DPO, β 0.05", "PPO, `--kl-coef 0.3`"),
-            Claim("PPO, `--kl-coef 0`", "PPO, `--kl-coef 0.3`", row=37, column="score", label="its own score"),
-            Claim("PPO, `--kl-coef 0`", "PPO, `--kl-coef 0.3`", row=37, says="less", label="true reward"),
+        ),
+    ),
+    "overoptimised": Group(  # far from the reference
+        {"the recipe": "=ppo/the_recipe", "`--kl-coef 0`": f"{PPO} --kl-coef 0"},
+        claims=(
+            Claim("`--kl-coef 0`", "the recipe", row=37, column="score", label="the reward model's own score"),
+            Claim("`--kl-coef 0`", "the recipe", row=37, says="less", label="true reward"),
         ),
     ),
     "temperature": Group(  # the best one before each iteration, by the reward model and by the true reward
