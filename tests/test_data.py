@@ -1014,7 +1014,7 @@ def test_a_template_whose_end_token_would_be_plain_text_is_refused(tmp_path):
     """Llama 3's for a tokenizer with other tokens: the model would learn to spell `<|eot_id|>`."""
     file = processes.ROOT / "docs" / "templates" / "llama3.jinja"
     for name in ("chat", "llama2"):
-        with pytest.raises(InputError, match=r"llama3.jinja ends answers with <\|eot_id\|>, no token of "):
+        with pytest.raises(InputError, match=r"the chat template writes '<\|eot_id\|>', plain text"):
             load(WRITTEN[name][0], tmp_path, chat_template=str(file))
 
 

@@ -61,12 +61,16 @@ def understand(module, words):
 def test_experiments_commands_parse_and_their_tables_are_those_of_the_pages(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
     experiments, ran = importlib.import_module("experiments"), []
-    processes.patched("dpo_iterative", "cpl", tmp_path)  # a module that can be imported
+    for script, name in (("dpo_iterative", "cpl"), ("sft", "hir")):
+        processes.patched(script, name, tmp_path)  # a module that can be imported
     monkeypatch.setattr(experiments.subprocess, "run", lambda words, **_: ran.append(words[1:]) or Ended())
     for commands in (experiments.RUNS, *(group.begin | group.arms for group in experiments.GROUPS.values())):
         for name, command in commands.items():
             if not command.startswith("=") and command not in experiments.MADE_HERE:
-                experiments.run(command, tmp_path / name.replace("/", "_"), 0)
+                folder = tmp_path / name.replace("/", "_")
+                if folder.suffix != ".jsonl" and "-m common.programs.pairwise" not in command:
+                    folder.mkdir(exist_ok=True)  # as the run would
+                experiments.run(command.replace("{seed}", "0"), folder, 0)
     for words in ran:
         understand(
             words[words[0] == "-m"].removeprefix("{out}/").removesuffix(".py"),

@@ -73,10 +73,7 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
         tokenizer.chat_template = _each(lambda x: CUT_TEMPLATE.sub(r"\1", x), tokenizer.chat_template)
     if not tokenizer.chat_template:
         raise InputError(f"{name} has no chat template. Give one with --chat-template FILE (jinja)")
-    end = _end_of_turn(tokenizer, name)
-    unknown = set(re.findall(r"<\|\w+\|>", _after_answer(tokenizer))) - set(tokenizer.get_vocab())
-    if chat_template and unknown:
-        raise InputError(f"--chat-template {chat_template} ends answers with {unknown.pop()}, no token of {name}")
+    end = _end_of_turn(tokenizer, name, chat_template)
     if end != tokenizer.eos_token_id:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
         say(f"{name}: the end-of-sequence token is now {tokenizer.eos_token!r}, as in the chat template")
@@ -107,13 +104,14 @@ def _after_answer(tokenizer, template=None) -> str:
     return text.rpartition("the answer")[2]
 
 
-def _end_of_turn(tokenizer, name) -> int:
+def _end_of_turn(tokenizer, name, given=None) -> int:
     """Return the id of the token that ends an assistant turn.
 
     It is the first special token after the answer in the chat template. If there is no special token, it
     is the first added token that is not white space, because some tokenizers do not mark their
     end-of-sequence token as special; else it is the tokenizer's end-of-sequence token. Raises InputError
-    if there is no such token, or if the template does not work."""
+    if there is no such token, or if the template does not work, or if it is `given` by the user for a
+    family whose end token is plain text to this tokenizer."""
     try:
         after = _after_answer(tokenizer)
     except (jinja2.TemplateError, TypeError, ValueError) as error:
@@ -123,8 +121,9 @@ def _end_of_turn(tokenizer, name) -> int:
     special = [i for i in ids if i in tokenizer.all_special_ids or i in added and added[i].special]
     common = [i for i in ids if i in added and added[i].content.strip()]
     end = next(iter(special + common), tokenizer.eos_token_id)
-    if end is None:
-        raise InputError(f"{name}: neither tokenizer nor chat template has an end-of-sequence token")
+    if end is None or given and "<|" in after and not special + common:
+        wrong = f"no end-of-sequence token: after answers the chat template writes {after!r}, plain text here"
+        raise InputError(f"{name}: {wrong}. Give another one with --chat-template FILE")
     return end
 
 

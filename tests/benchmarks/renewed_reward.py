@@ -4,6 +4,7 @@ python tests/benchmarks/renewed_reward.py --policy runs/sft --pairs 6000 --outpu
 
 import math
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import peers  # noqa: F401, it lets common be found
@@ -21,19 +22,30 @@ def utility(prompt, text) -> float:
     return tiny.gold_reward(prompt, text) + 0.1 * len(text.split())
 
 
-def label(policy: str, pairs: int, output: Path, seed: int = 0):
-    """Write this number of pairs of different responses of a policy to training prompts, at most two per prompt,
-    labelled by Bradley-Terry on the annotators' utility."""
-    rng, tokenizer, rows = random.Random(f"{seed}/{output.name}"), pretrained.load_tokenizer(policy), []
+@dataclass
+class Args:
+    policy: str
+    """Its responses are labelled."""
+    output: Path
+    """File of the pairs."""
+    pairs: int = 2000
+    """Number of pairs of different responses to training prompts, at most two per prompt."""
+    seed: int = 0
+
+
+def main(args: Args):
+    """Label pairs by Bradley-Terry on the annotators' utility."""
+    rng = random.Random(f"{args.seed}/{args.output.name}")
+    tokenizer, rows = pretrained.load_tokenizer(args.policy), []
     prompts = load_prompts("tiny", "train", tokenizer, max_tokens=96)
-    prompts, model = rng.sample(prompts, pairs), pretrained.load_policy(policy, tokenizer).eval()
-    sampled = sample_pairs(model, tokenizer, prompts, n=4, seed=seed, max_new_tokens=32, slots=256)
+    prompts, model = rng.sample(prompts, args.pairs), pretrained.load_policy(args.policy, tokenizer).eval()
+    sampled = sample_pairs(model, tokenizer, prompts, n=4, seed=args.seed, max_new_tokens=32, slots=256)
     for (prompt, a), (_, b) in zip(sampled[::2], sampled[1::2]):
-        if len({a.text, b.text, ""}) == 3 and len(rows) < pairs:
+        if len({a.text, b.text, ""}) == 3 and len(rows) < args.pairs:
             odds = utility(prompt.question, a.text) - utility(prompt.question, b.text)
             better, worse = (a, b) if rng.random() < 1 / (1 + math.exp(-odds)) else (b, a)
             rows.append({"prompt": prompt.question, "chosen": better.text, "rejected": worse.text})
-    files.write_jsonl(output, rows)
+    files.write_jsonl(args.output, rows)
 
 
 def agreement(run) -> float:
@@ -43,4 +55,4 @@ def agreement(run) -> float:
 
 
 if __name__ == "__main__":
-    tyro.cli(label)
+    main(tyro.cli(Args))
