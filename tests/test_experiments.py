@@ -221,7 +221,7 @@ def test_an_arm_may_be_asked_under_an_instruction(experiments, tmp_path, monkeyp
     monkeypatch.setattr(experiments, "FOLDER", tmp_path)
     user = lambda text: {"role": "user", "content": text}
     answers = {"first": ("ant", "bomb"), "plain": ("ant", "bomb"), "asked": ("", "sorry i refuse")}
-    gold = lambda *asked: tiny.gold_score(*asked)
+    gold = tiny.gold_score
     for part, system in (("evaluate", []), ("asked0", [{"role": "system", "content": "Answer well."}])):
         rows = []
         for policy in ("first", "plain") if part == "evaluate" else ("first", "asked"):

@@ -201,8 +201,10 @@ CHAIN = "runs/experiments/advantage/{seed}"  # SFT and scorers of a seed's own
 FEW = "--dataset {out}/few.jsonl --eval-dataset tiny --epochs 47"  # as many steps as 12,000 pairs in two epochs
 RELABEL = f"{FEEDBACK} hindsight --dataset"
 HINDSIGHT = "--model runs/sft --dataset {out}/rows/rows.jsonl --eval-dataset tiny"
-SAMPLED = f"--prompts-per-iteration 3000 --n-samples 4 --temperatures 1 --sweep-prompts 0 {BARE} " \
+SAMPLED = (
+    f"--prompts-per-iteration 3000 --n-samples 4 --temperatures 1 --sweep-prompts 0 {BARE} "
     "--scorer common.data.tiny:gold_scorer"
+)
 RATES = ("3e-4", "1e-3", "3e-3")
 PTX = ("0", "0.03", "0.1", "0.3")
 STRENGTHS = ("0.1", "0.3", "1")
@@ -746,7 +748,7 @@ GROUPS = {
         },
         seeds=2,
     ),  # fmt: skip
-    "scorers": Group(  # the Advantage Model's paper, tables 1 and figures 1, 2 and 4, and the length that scores like
+    "scorers": Group(  # the Advantage Model's table 1, figures 2 and 4; and which model likes length
         {
             "reward model": "=margin/margin_none",
             "Advantage Model": "=others/K_0",
@@ -805,23 +807,17 @@ GROUPS = {
             "the best of 4": "={out}/pool",
             "the best of 4, two iterations": f"rejection_sampling {SAMPLED} --iterations 2",
         },
-        asks={
-            arm: f"{{out}}/ask_{how}"
-            for how, arms in (
-                (
-                    "well/rows.jsonl",
-                    (
-                        "hindsight, asked to answer well",
-                        "the same, and as many responses again",
-                        "a second round of hindsight",
-                        "hir.py",
-                        "hir.py, without its two terms",
-                    ),
-                ),
-                ("badly.jsonl", ("hindsight, asked to answer badly",)),
-            )
-            for arm in arms
-        },
+        asks=dict.fromkeys(
+            (
+                "hindsight, asked to answer well",
+                "the same, and as many responses again",
+                "a second round of hindsight",
+                "hir.py",
+                "hir.py, without its two terms",
+            ),
+            "{out}/ask_well/rows.jsonl",
+        )
+        | {"hindsight, asked to answer badly": "{out}/ask_badly.jsonl"},
         begin={
             "hir.py": "hir",
             "prompts.jsonl": "held-out prompts",
@@ -1045,15 +1041,11 @@ def run_group(name, seed) -> list[str]:
         command = f"-m common.programs.evaluate --policies {policies} --reference first --scorer runs/reward"
         run(f"{command} --dataset {dataset} --max-length 128 --max-new-tokens 32", out / folder, seed)
 
-    asked = {dataset: [] for dataset in group.asks.values()}
-    for arm, text in zip(group.arms, arms):
-        if arm in group.asks:
-            asked[group.asks[arm]].append(text)
-    plain = [text for arm, text in zip(group.arms, arms) if arm not in group.asks]
+    asked = lambda dataset: [text for arm, text in zip(group.arms, arms) if group.asks.get(arm) == dataset]
     for number, dataset in enumerate(group.prompts if group.first else ()):
-        answer(dataset, plain, f"evaluate{number or ''}")
-    for number, (dataset, of_arms) in enumerate(asked.items()):
-        answer(dataset.format(out=out), of_arms, f"asked{number}")
+        answer(dataset, asked(None), f"evaluate{number or ''}")
+    for number, dataset in enumerate(dict.fromkeys(group.asks.values())):
+        answer(dataset.format(out=out), asked(dataset), f"asked{number}")
     return [files.read_json(folder / "args.json")["git"][:7] for folder in folders]
 
 
@@ -1139,16 +1131,16 @@ def read(name, group, seeds, evaluation) -> Results:
     folders = {(arm, seed): folder_of(name, arm, seed) for arm in group.arms for seed in range(seeds)}
     arms = {name_of(arm): arm for arm in group.arms} | {"first": "first"}
     rows = {}
-    others = [f"asked{number}" for number, _ in enumerate(dict.fromkeys(group.asks.values()))]
+    others = [f"asked{number}" for number in range(len(set(group.asks.values())))]
     for seed, part in [(seed, part) for seed in range(seeds) for part in (evaluation, *others)]:
         for row in files.read_jsonl(FOLDER / name / str(seed) / part / "samples.jsonl"):
             if not group.first:
                 right = measures.accuracy([d for d, *_ in measures.pairs_of([row])])
                 row = {**row, "policy": row["scorer"], "right": right, "longer": prefers_longer(row)}
             if part in others:  # their prompts come from a file, of which evaluate does not know the truth
-                asked = details.question(row), row["response"]
-                truth = {"gold": tiny.gold_score(*asked), "safety": tiny.gold_safety(*asked)}
-                row = {**row, **truth, "is_safety": tiny.is_safety(asked[0]), "category": asked[0].split()[0]}
+                prompt, response = details.question(row), row["response"]
+                truth = {"gold": tiny.gold_score(prompt, response), "safety": tiny.gold_safety(prompt, response)}
+                row = {**row, **truth, "is_safety": tiny.is_safety(prompt), "category": prompt.split()[0]}
             if part not in others or row["policy"] != "first":
                 rows.setdefault((arms[row["policy"]], seed), []).append(row)
     asked = {key: list(map(details.question, of_arm)) for key, of_arm in rows.items()}

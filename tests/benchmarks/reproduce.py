@@ -95,8 +95,9 @@ def in_short(name, command):
 def of_table(command) -> str | None:
     """Return time and commit of a group of experiments.py from the last line of its table, if that has both."""
     group = re.search(r"experiments.py (\w+) --seeds", command)
-    file = TABLES / f"{group[1]}.md" if group else TABLES
-    said = file.is_file() and re.search(r"at .*\b([0-9a-f]{7})\b.*; \d+ runs, (\d+) minutes", file.read_text())
+    table = TABLES / f"{group[1]}.md" if group else None
+    last = table.read_text().splitlines()[-1] if table and table.exists() else ""
+    said = re.search(r"at .*\b([0-9a-f]{7})\b.*; \d+ runs, (\d+) minutes", last)
     return f"{60 * int(said[2])} s\t{said[1]}" if said else None
 
 
@@ -109,10 +110,10 @@ def log():
     for name in PAGES.split():
         for _, command, file in of_page(name):
             begin = in_short(name, command)
-            if file and file.exists():
-                known[begin] = file.read_text().splitlines()[-1]
             if measured := of_table(command):
                 known[begin] = measured
+            if file and file.exists():
+                known[begin] = file.read_text().splitlines()[-1]
             if file:
                 lines[f"{begin}\t{known.get(begin, 'not run')}\n"] = None
     path.write_text("".join(lines))
