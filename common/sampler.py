@@ -23,7 +23,7 @@ import itertools
 import math
 import operator
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,7 @@ LAYERS = """DynamicLayer DynamicSlidingWindowLayer LinearAttentionLayer LinearAt
 LinearAttentionAndSlidingWindowAttentionLayer DummyLayer""".split()  # supported cache layers of transformers
 LARGE_MATRIX = 2**18  # weights; see _few_rows
 CACHES = "cache", "past_key_values", "cache_params"  # the forward's argument in transformers 5.24, and before
+GRAPH_AFTER = 8  # steps of one shape on a CUDA GPU before it is captured as a graph; math.inf: never
 WORKS_AHEAD = ("cuda", "xpu")  # devices that compute while Python continues; reading a result waits for them
 
 
@@ -117,6 +118,7 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
     waiting = deque(i * n + j for i in order for j in range(n))  # output rows without a slot yet
     prefilled = {}  # prompt -> (cache, row in it, logits after the prompt) for the latest prefill batch
     cache = RaggedCache(model, slots, max(map(len, prompts)), max_new_tokens)
+    graphs = _Graphs(model, cache)
     live = []  # output rows that are decoding; live[i] is in slot i
     logits = None  # (live, V), for their next tokens
     ahead = device.type in WORKS_AHEAD
@@ -127,7 +129,7 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
         lengths = [len(prompts[row // n]) + n_tokens[row] - 1 for row in live]  # tokens in the cache
         mask = cache.begin(lengths)
         token = torch.nn.functional.pad(token, (0, len(mask) - len(live)))
-        return _next_logits(model, token[:, None], mask, cache)[: len(live)]
+        return graphs.step(token[:, None], mask)[: len(live)]
 
     while live or waiting:
         # refill
@@ -322,23 +324,29 @@ class _Layer(LinearAttentionAndFullAttentionLayer):
                         self.states[kind, i] = state.new_zeros(self.slots, *state.shape[1:])
                     self.states[kind, i][slot] = state[row]
 
-    def begin(self, live, longest, end):
-        """Prepare a step of the first `live` rows, of up to `longest` tokens, that writes column end - 1."""
+    def begin(self, live, start, stop, end, place):
+        """Prepare a step of the first `live` rows that writes column `place` and reads columns start to stop.
+
+        place: end - 1, as a number or a tensor. A sliding-window layer reads only its window before `end`."""
         self.live = live
-        self.longest = longest
-        self.end = end
-        self.width = min(longest + 1, self.window)
+        self.longest = stop - start - 1
+        self.read = slice(max(start, end - self.window), stop)
+        self.place = place
         for (kind, i), state in self.states.items():
             getattr(self, kind)[i] = state[:live]  # a view: the step writes into the slots
 
     def update(self, new_keys, new_values, *args, **kwargs):
         """Write one new token per live row; return the live rows' keys and values inside the window."""
         for tokens, new in zip(self.tokens.values(), (new_keys, new_values)):
-            tokens[: self.live, :, self.end - 1] = new[:, :, 0]
-        return [x[: self.live, :, self.end - self.width : self.end] for x in self.tokens.values()]
+            if isinstance(self.place, int):
+                tokens[: self.live, :, self.place] = new[:, :, 0]
+            else:
+                tokens[: self.live].index_copy_(2, self.place, new)
+        return [x[: self.live, :, self.read] for x in self.tokens.values()]
 
     def get_mask_sizes(self, query_length):
-        return self.width, self.longest + 1 - self.width
+        width = self.read.stop - self.read.start
+        return width, self.longest + 1 - width
 
     def get_seq_length(self):
         return self.longest
@@ -363,7 +371,8 @@ class RaggedCache(Cache):
     """A transformers cache for decoding one token per row and step, with rows of different lengths.
 
     All rows end in the same column. The model sees a left-padded batch and derives positions, masks and
-    windows from it as usual."""
+    windows from it as usual. If steps can be captured as CUDA graphs, a step reads from the first column on,
+    so that the place of what it reads depends on its shape only; the mask then ends in free columns too."""
 
     def __init__(self, model, slots, longest_prompt, max_new_tokens):
         self.device = next(model.parameters()).device
@@ -377,6 +386,8 @@ class RaggedCache(Cache):
         taken = _arguments(type(model), type(config))
         # varlen, of models.py, decodes with SDPA
         self.is_plain = full and config._attn_implementation in ("sdpa", "varlen") and "position_ids" in taken
+        self.in_place = self.is_plain and self.device.type == "cuda"
+        self.place = torch.zeros(1, dtype=torch.long, device=self.device)  # the column that a step writes
         self.slots = slots
         self.columns = columns
         self.held = longest_prompt  # length of the longest row so far
@@ -397,24 +408,73 @@ class RaggedCache(Cache):
                 state[targets] = state[sources]
 
     def begin(self, lengths):
-        """Make room for one more token; live rows' lengths -> attention mask (rows, longest + 1), bool.
+        """Make room for one more token; live rows' lengths -> attention mask (rows, columns read), bool.
 
         The number of rows may be rounded up. Each further row sees only its own new token and writes into a
         free slot, in which `fill` overwrites everything that a later response sees."""
         if self.end == self.columns:  # no free column: move all rows back, with room for a rounded width
             end = min(self.held + self.multiple - 1, self.columns - SPARE_COLUMNS)
+            end = self.held if self.in_place else end
             for tokens in (tokens for layer in self.layers for tokens in layer.tokens.values()):
                 tokens[:, :, end - self.held : end] = tokens[:, :, self.end - self.held : self.end].clone()
             self.end = end
         longest = max(lengths)
         self.end += 1
         self.held = max(self.held, longest + 1)
-        longest = math.ceil((longest + 1) / self.multiple) * self.multiple - 1
+        width = math.ceil((self.end if self.in_place else longest + 1) / self.multiple) * self.multiple
+        start, stop, place = self.end - width, self.end, self.end - 1
+        if self.in_place:
+            start, stop, place = 0, min(width, self.columns), self.place.fill_(self.end - 1)
         if self.multiple > 1:
             lengths = lengths + [0] * (min(2 ** (len(lengths) - 1).bit_length(), self.slots) - len(lengths))
         for layer in self.layers:
-            layer.begin(len(lengths), longest, self.end)
-        return torch.arange(-longest, 1, device=self.device) >= -to_device(lengths, self.device)[:, None]
+            layer.begin(len(lengths), start, stop, self.end, place)
+        back = self.end - 1 - torch.arange(start, stop, device=self.device)  # 0: the new token's column
+        return (back >= 0) & (back <= to_device(lengths, self.device)[:, None])
+
+
+class _Graphs:
+    """Run decoding steps; on a CUDA GPU, those of a frequent shape as a CUDA graph.
+
+    A step of a model of 1B parameters starts hundreds of kernels, and Python takes longer to start them than
+    the GPU to run them (docs/results/gpu.md). A graph starts them all at once: the same kernels on the same
+    memory. So each shape of a step has a graph, and its inputs are copied to where the graph reads them.
+    Graphs last for one call of `sample`, since the weights may move afterwards."""
+
+    def __init__(self, model, cache):
+        self.model = model
+        self.cache = cache
+        self.counts = Counter()  # shape of the mask -> number of its steps
+        self.graphs = {}  # shape -> (graph, its tokens, its mask, its logits)
+        self.pool = None  # memory that all graphs share, since only one runs at a time
+        # A graph would leave out what hooks do in Python, and what ranks that share a model send each other
+        hooks = (hook for m in model.modules() for hook in (m._forward_pre_hooks, m._forward_hooks))
+        self.usable = cache.in_place and not any(hooks) and not hasattr(model, "agree_on")
+
+    def step(self, ids, mask):
+        """Return what _next_logits returns. The next step may overwrite it."""
+        shape = mask.shape
+        self.counts[shape] += 1
+        if self.usable and self.counts[shape] > GRAPH_AFTER and shape not in self.graphs:
+            self.capture(ids.clone(), mask.clone())
+        if shape not in self.graphs:
+            return _next_logits(self.model, ids, mask, self.cache)
+        graph, own_ids, own_mask, logits = self.graphs[shape]
+        own_ids.copy_(ids)
+        own_mask.copy_(mask)
+        graph.replay()
+        return logits
+
+    def capture(self, ids, mask):
+        """Record a step, without running it, whose graph reads these two tensors."""
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                logits = _next_logits(self.model, ids, mask, self.cache)
+            self.graphs[mask.shape] = graph, ids, mask, logits
+        except RuntimeError:  # the forward waits for the GPU, as dynamic rotary embeddings do
+            self.usable = False
 
 
 def _prefill(model, prompts, which):

@@ -1,10 +1,11 @@
-"""Set up all tests: one thread, the order of the files, and garbage collection."""
+"""Set up all tests: no GPU, one thread, the order of the files, and garbage collection."""
 
 import gc
 import os
 import sys
 from pathlib import Path
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # expected numbers are those of a CPU; tests/benchmarks/gpu.py is for GPUs
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: for matrices this small, threads only wait for each other
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

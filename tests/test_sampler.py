@@ -8,6 +8,7 @@ import runpy
 import shutil
 import sys
 import weakref
+from types import SimpleNamespace
 
 import processes
 import pytest
@@ -119,6 +120,73 @@ def test_a_rollout_with_a_gpus_widths_and_rows_has_few_shapes_and_the_same_respo
     assert all(rows in (1, 2, 4, 8, 16, 24) and width % multiple == 0 for rows, width in shapes)
 
 
+class StandIn:
+    """For a CUDA graph, on a CPU: it repeats a step with the numbers that Python had when it was captured."""
+
+    def __init__(self, graphs, ids, mask):
+        self.layers, self.numbers = graphs.cache.layers, self.now(graphs.cache.layers)
+        self.run = lambda: sampler._next_logits(graphs.model, ids, mask, graphs.cache)
+        self.logits = self.run()
+        graphs.graphs[mask.shape] = self, ids, mask, self.logits
+
+    @staticmethod
+    def now(layers):
+        return [{name: getattr(layer, name) for name in ("live", "longest", "read")} for layer in layers]
+
+    def replay(self):
+        for before, logits in ((self.numbers, self.logits), (self.now(self.layers), None)):
+            for layer, numbers in zip(self.layers, before):
+                vars(layer).update(numbers)
+            if logits is not None:
+                logits.copy_(self.run())
+
+
+@pytest.mark.parametrize("family", ["grouped heads", "windows", "convolutions"])
+def test_captured_steps_give_the_same_responses(family, monkeypatch):
+    """Only a model whose layers all have full attention is captured."""
+    model, shapes = tiny_families.build(FAMILIES[family]).double(), collections.Counter()
+    options = {"n": 4, "max_new_tokens": 80, "stop_ids": range(3, V, 9), "pad_id": 0, "slots": 24, "seed": 0}
+    plain, begin, capture = sample(model, MIXED, **options), sampler.RaggedCache.__init__, StandIn
+
+    def in_place(cache, *rest):
+        begin(cache, *rest)
+        cache.in_place = cache.is_plain
+
+    def counted(graphs, ids, mask):
+        shapes[mask.shape] += 1
+        capture(graphs, ids, mask)
+
+    monkeypatch.setattr(sampler.RaggedCache, "__init__", in_place)
+    monkeypatch.setattr(sampler, "_width_multiple", lambda device: 16)
+    monkeypatch.setattr(sampler, "GRAPH_AFTER", 1)
+    monkeypatch.setattr(sampler._Graphs, "capture", counted)
+    for spare in (32, 1):
+        monkeypatch.setattr(sampler, "SPARE_COLUMNS", spare)
+        got = sample(model, MIXED, **options)
+        assert torch.equal(got.response_tokens, plain.response_tokens)
+        torch.testing.assert_close(got.sample_logprobs, plain.sample_logprobs, atol=5e-7, rtol=0)
+    assert (len(shapes) > 5) == (family == "grouped heads") and set(shapes.values()) <= {1, 2}
+
+
+def test_a_model_with_hooks_or_one_that_waits_for_the_gpu_is_not_captured(llama, monkeypatch):
+    cache = SimpleNamespace(in_place=True)
+    assert sampler._Graphs(llama, cache).usable
+    hook = llama.model.layers[1].register_forward_pre_hook(lambda module, inputs: None)
+    assert not sampler._Graphs(llama, cache).usable
+    hook.remove()
+    graphs, ids = sampler._Graphs(llama, cache), torch.ones(2, 1, dtype=torch.long)
+
+    def fails(*_, **__):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph", fails)
+    monkeypatch.setattr(sampler, "GRAPH_AFTER", 0)
+    monkeypatch.setattr(sampler, "_next_logits", lambda *inputs: "logits")
+    assert graphs.step(ids, ids > 0) == "logits" and not graphs.usable
+
+
 def test_what_padding_rows_write_into_free_slots_is_never_read(llama, monkeypatch):
     """Slots that were freed hold huge numbers when the next response takes them over."""
     options = {"n": 4, "max_new_tokens": 20, "stop_ids": range(3, V, 6), "pad_id": 0, "slots": 7, "seed": 0}
@@ -221,7 +289,8 @@ def test_a_window_one_token_too_narrow_is_caught_by_the_trial_batch(monkeypatch)
 
     def narrow(layer, *rest):
         begin(layer, *rest)
-        layer.width = min(layer.width, layer.window - 1)
+        *_, stop, end, _ = rest
+        layer.read = slice(max(layer.read.start, end - layer.window + 1), stop)
 
     monkeypatch.setattr(sampler._Layer, "begin", narrow)
     with pytest.raises(ValueError, match="other logits with a ragged cache"):

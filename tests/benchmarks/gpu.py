@@ -23,6 +23,7 @@ bandwidth and training to the matrix units' rate, for Llama shapes of random wei
 
 import contextlib
 import gc
+import math
 import os
 import runpy
 import subprocess
@@ -39,11 +40,12 @@ import tyro
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import common.sampler
 from common import dist, losses, models
 from common.sampler import sample
 from common.data import progress
 
-ENV = {**os.environ, "PYTHONPATH": str(peers.ROOT)}
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(peers.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 SHAPES = {  # hidden, layers, heads, key-value heads, feed-forward, vocabulary
     "tiny": (64, 2, 4, 2, 128, 512),
     "1b": (2048, 16, 32, 8, 8192, 128256),
@@ -163,6 +165,9 @@ def sampler(shape, device, bandwidth, args) -> dict:
 
     n = args.slots * args.new_tokens
     with dist.consolidated(model):
+        after, common.sampler.GRAPH_AFTER = common.sampler.GRAPH_AFTER, math.inf
+        without = n / timed(ours, device, args.repeats)
+        common.sampler.GRAPH_AFTER = after
         speeds = [n / timed(run, device, args.repeats) for run in (ours, generate)]
         n_shapes, n_calls = attention_shapes(draw_ragged)
     config = model.config
@@ -170,7 +175,8 @@ def sampler(shape, device, bandwidth, args) -> dict:
     length = args.prompt_tokens + args.new_tokens / 2  # of a row, on the average step
     per_token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     bound = args.slots * bandwidth / (weights + args.slots * length * per_token)
-    line = {"model": shape, "tokens/s": f"{speeds[0]:.0f}", "generate": f"{speeds[1]:.0f}"}
+    line = {"model": shape, "tokens/s": f"{speeds[0]:.0f}", "no graphs": f"{without:.0f}"}
+    line["generate"] = f"{speeds[1]:.0f}"
     line["times"] = f"{speeds[0] / speeds[1]:.2f}"
     line |= {"bandwidth's bound": f"{bound:.0f}", "of the bound": f"{speeds[0] / bound:.0%}"}
     return {**line, "shapes of attention": f"{n_shapes} in {n_calls // config.num_hidden_layers} forwards"}
