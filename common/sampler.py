@@ -445,8 +445,9 @@ class _Graphs:
         self.model = model
         self.cache = cache
         self.counts = Counter()  # shape of the mask -> number of its steps
-        self.graphs = {}  # shape -> (graph, its tokens, its mask, its logits)
+        self.graphs = {}  # shape -> (graph, its tokens, its mask)
         self.pool = None  # memory that all graphs share, since only one runs at a time
+        self.logits = None  # (slots, V), to which all graphs write
         # A graph would leave out what hooks do in Python, and what ranks that share a model send each other
         hooks = (hook for m in model.modules() for hook in (m._forward_pre_hooks, m._forward_hooks))
         self.usable = cache.in_place and not any(hooks) and not hasattr(model, "agree_on")
@@ -459,20 +460,25 @@ class _Graphs:
             self.capture(ids.clone(), mask.clone())
         if shape not in self.graphs:
             return _next_logits(self.model, ids, mask, self.cache)
-        graph, own_ids, own_mask, logits = self.graphs[shape]
+        graph, own_ids, own_mask = self.graphs[shape]
         own_ids.copy_(ids)
         own_mask.copy_(mask)
         graph.replay()
-        return logits
+        return self.logits[: len(ids)]
 
     def capture(self, ids, mask):
-        """Record a step, without running it, whose graph reads these two tensors."""
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        """Record a step whose graph reads these two tensors. Running a step twice changes nothing."""
+        if self.logits is None:
+            logits = _next_logits(self.model, ids, mask, self.cache)
+            self.logits = logits.new_empty(self.cache.slots, logits.shape[-1])
+            self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        options = {"pool": self.pool, "capture_error_mode": "thread_local"}
+        back = torch.cuda.stream(torch.cuda.current_stream())  # torch stays on its own one if a capture fails
         try:
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                logits = _next_logits(self.model, ids, mask, self.cache)
-            self.graphs[mask.shape] = graph, ids, mask, logits
+            with back, torch.cuda.graph(graph, **options):
+                self.logits[: len(ids)] = _next_logits(self.model, ids, mask, self.cache)
+            self.graphs[mask.shape] = graph, ids, mask
         except RuntimeError:  # the forward waits for the GPU, as dynamic rotary embeddings do
             self.usable = False
 

@@ -487,7 +487,8 @@ def test_file_formats_give_the_rows_and_their_places(name, tmp_path, monkeypatch
     if content is None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([A, B]), name)
     else:
-        (gzip.open if name.endswith("gz") else open)(name, "wb").write(content.encode())
+        with (gzip.open if name.endswith("gz") else open)(name, "wb") as file:
+            file.write(content.encode())
     rows = [Row(f"{name}:{place}", row) for place, row in zip(places, (A, B))]
     assert mixtures.load_rows(name, "sft") == rows and mixtures.load_rows(f"{name}:0.5,{name}:0.5", "sft") == rows * 2
 

@@ -1,6 +1,7 @@
 """common/sampler.py against transformers' generate and plain forwards, which share no code with it."""
 
 import collections
+import contextlib
 import gc
 import io
 import re
@@ -121,24 +122,30 @@ def test_a_rollout_with_a_gpus_widths_and_rows_has_few_shapes_and_the_same_respo
 
 
 class StandIn:
-    """For a CUDA graph, on a CPU: it repeats a step with the numbers that Python had when it was captured."""
+    """For a CUDA graph, on a CPU: `replay` repeats a step with the numbers that Python had when it was captured."""
 
-    def __init__(self, graphs, ids, mask):
-        self.layers, self.numbers = graphs.cache.layers, self.now(graphs.cache.layers)
-        self.run = lambda: sampler._next_logits(graphs.model, ids, mask, graphs.cache)
-        self.logits = self.run()
-        graphs.graphs[mask.shape] = self, ids, mask, self.logits
+    def numbers(self):
+        names = ("live", "longest", "read")
+        return [{name: getattr(layer, name) for name in names} for layer in self.graphs.cache.layers]
 
-    @staticmethod
-    def now(layers):
-        return [{name: getattr(layer, name) for name in ("live", "longest", "read")} for layer in layers]
+    def set(self, numbers):
+        for layer, of_layer in zip(self.graphs.cache.layers, numbers):
+            vars(layer).update(of_layer)
 
     def replay(self):
-        for before, logits in ((self.numbers, self.logits), (self.now(self.layers), None)):
-            for layer, numbers in zip(self.layers, before):
-                vars(layer).update(numbers)
-            if logits is not None:
-                logits.copy_(self.run())
+        now = self.numbers()
+        self.set(self.captured)
+        logits = sampler._next_logits(self.graphs.model, self.ids, self.mask, self.graphs.cache)
+        self.graphs.logits[: len(self.ids)] = logits
+        self.set(now)
+
+
+def pretend_cuda(monkeypatch, graph):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", StandIn)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "default")
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
 
 
 @pytest.mark.parametrize("family", ["grouped heads", "windows", "convolutions"])
@@ -146,20 +153,26 @@ def test_captured_steps_give_the_same_responses(family, monkeypatch):
     """Only a model whose layers all have full attention is captured."""
     model, shapes = tiny_families.build(FAMILIES[family]).double(), collections.Counter()
     options = {"n": 4, "max_new_tokens": 80, "stop_ids": range(3, V, 9), "pad_id": 0, "slots": 24, "seed": 0}
-    plain, begin, capture = sample(model, MIXED, **options), sampler.RaggedCache.__init__, StandIn
+    plain, begin, capture = sample(model, MIXED, **options), sampler.RaggedCache.__init__, sampler._Graphs.capture
 
     def in_place(cache, *rest):
         begin(cache, *rest)
         cache.in_place = cache.is_plain
 
-    def counted(graphs, ids, mask):
+    def captured(graphs, ids, mask):
         shapes[mask.shape] += 1
         capture(graphs, ids, mask)
+        stand_in, own_ids, own_mask = graphs.graphs[mask.shape]
+        assert own_ids is ids and own_mask is mask
+        vars(stand_in).update(graphs=graphs, ids=ids, mask=mask)
+        stand_in.captured = stand_in.numbers()
+        graphs.logits.zero_()  # a graph is recorded without being run
 
     monkeypatch.setattr(sampler.RaggedCache, "__init__", in_place)
     monkeypatch.setattr(sampler, "_width_multiple", lambda device: 16)
     monkeypatch.setattr(sampler, "GRAPH_AFTER", 1)
-    monkeypatch.setattr(sampler._Graphs, "capture", counted)
+    monkeypatch.setattr(sampler._Graphs, "capture", captured)
+    pretend_cuda(monkeypatch, lambda graph, **_: contextlib.nullcontext())
     for spare in (32, 1):
         monkeypatch.setattr(sampler, "SPARE_COLUMNS", spare)
         got = sample(model, MIXED, **options)
@@ -169,7 +182,7 @@ def test_captured_steps_give_the_same_responses(family, monkeypatch):
 
 
 def test_a_model_with_hooks_or_one_that_waits_for_the_gpu_is_not_captured(llama, monkeypatch):
-    cache = SimpleNamespace(in_place=True)
+    cache = SimpleNamespace(in_place=True, slots=2)
     assert sampler._Graphs(llama, cache).usable
     hook = llama.model.layers[1].register_forward_pre_hook(lambda module, inputs: None)
     assert not sampler._Graphs(llama, cache).usable
@@ -179,12 +192,10 @@ def test_a_model_with_hooks_or_one_that_waits_for_the_gpu_is_not_captured(llama,
     def fails(*_, **__):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
-    monkeypatch.setattr(torch.cuda, "graph", fails)
+    pretend_cuda(monkeypatch, fails)
     monkeypatch.setattr(sampler, "GRAPH_AFTER", 0)
-    monkeypatch.setattr(sampler, "_next_logits", lambda *inputs: "logits")
-    assert graphs.step(ids, ids > 0) == "logits" and not graphs.usable
+    monkeypatch.setattr(sampler, "_next_logits", lambda *inputs: torch.ones(2, V))
+    assert graphs.step(ids, ids > 0).sum() == 2 * V and not graphs.usable and not graphs.graphs
 
 
 def test_what_padding_rows_write_into_free_slots_is_never_read(llama, monkeypatch):

@@ -378,8 +378,9 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     _lock(folder)
     if find_run(args) != state:
         raise InputError(f"another command changed {folder} after this one started. Start this one again.")
-    packages = "torch transformers datasets tokenizers numpy".split()
+    packages = "transformers datasets tokenizers numpy".split()
     versions = {name: importlib.metadata.version(name) for name in packages}
+    versions["torch"] = torch.__version__  # with its build, as in 2.13.0+cpu
     begun = {
         "stage": stage, "args": dataclasses.asdict(args), **dist.machine(),
         "began": chat.Clock.began.isoformat(), "git": _git_head(), "versions": versions,

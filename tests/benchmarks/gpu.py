@@ -12,7 +12,8 @@ bandwidth and training to the matrix units' rate, for Llama shapes of random wei
               rows and blocks of its own
     scripts   what torchrun does, without it
     sampler   rows of --prompt-tokens draw --new-tokens each, --slots at once, in bf16. Its bound: a step reads every
-              weight but the embedding once, and the keys and values of every row; bound = rows / (bytes / bandwidth).
+              weight but the embedding once, and the keys and values of every row; bound = rows / (bytes / bandwidth),
+              "no graphs" without CUDA graphs.
               Last column: how many shapes the attention has where rows end at random (a kernel may plan each anew)
     training  forward and backward of sft.py's loss on blocks of --block tokens with gradient checkpointing, bf16
               compute on fp32 weights, no optimiser step; 6 * (parameters less the embedding) * tokens operations, the
@@ -45,7 +46,8 @@ from common import dist, losses, models
 from common.sampler import sample
 from common.data import progress
 
-ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(peers.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+PATHS = [str(peers.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
 SHAPES = {  # hidden, layers, heads, key-value heads, feed-forward, vocabulary
     "tiny": (64, 2, 4, 2, 128, 512),
     "1b": (2048, 16, 32, 8, 8192, 128256),
@@ -266,6 +268,7 @@ def scripts(ranks=0) -> list[dict]:
             out = subprocess.run([*launcher(ranks), *command.split()], **run)
             line = {"command": command, "exit code": out.returncode, "seconds": time.perf_counter() - start}
             table.append({**line, "last line": (out.stdout.strip().splitlines() or [""])[-1][:80]})
+            print(f"{command}: exit code {out.returncode}, {line['seconds']:.0f} s", flush=True)
             if out.returncode:
                 print(f"{command}:\n{out.stderr[-4000:]}")
     return table
