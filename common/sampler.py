@@ -46,7 +46,7 @@ LAYERS = """DynamicLayer DynamicSlidingWindowLayer LinearAttentionLayer LinearAt
 LinearAttentionAndSlidingWindowAttentionLayer DummyLayer""".split()  # supported cache layers of transformers
 LARGE_MATRIX = 2**18  # weights; see _few_rows
 CACHES = "cache", "past_key_values", "cache_params"  # the forward's argument in transformers 5.24, and before
-GRAPH_AFTER = 8  # steps of one shape on a CUDA GPU before it is captured as a graph; math.inf: never
+GRAPH_AFTER = 8  # steps of one shape on a CUDA GPU after which it is captured as a graph; math.inf: never
 WORKS_AHEAD = ("cuda", "xpu")  # devices that compute while Python continues; reading a result waits for them
 
 
@@ -386,11 +386,12 @@ class RaggedCache(Cache):
         taken = _arguments(type(model), type(config))
         # varlen, of models.py, decodes with SDPA
         self.is_plain = full and config._attn_implementation in ("sdpa", "varlen") and "position_ids" in taken
-        self.in_place = self.is_plain and self.device.type == "cuda"
+        self.in_place = False  # set by _Graphs
         self.place = torch.zeros(1, dtype=torch.long, device=self.device)  # the column that a step writes
         self.slots = slots
         self.columns = columns
-        self.held = longest_prompt  # length of the longest row so far
+        self.longest_prompt = longest_prompt
+        self.held = longest_prompt  # length of the longest live row, or of the longest prompt
         self.end = columns  # all rows end in the column before this one
 
     def fill(self, slot, prefilled, row, length):
@@ -412,13 +413,15 @@ class RaggedCache(Cache):
 
         The number of rows may be rounded up. Each further row sees only its own new token and writes into a
         free slot, in which `fill` overwrites everything that a later response sees."""
-        if self.end == self.columns:  # no free column: move all rows back, with room for a rounded width
+        longest = max(lengths)
+        self.held = max(self.longest_prompt, longest)
+        wide = self.in_place and self.end - self.held >= self.multiple  # each step reads all columns before
+        if self.end == self.columns or wide:  # move all rows back, with room for a rounded width
             end = min(self.held + self.multiple - 1, self.columns - SPARE_COLUMNS)
             end = self.held if self.in_place else end
             for tokens in (tokens for layer in self.layers for tokens in layer.tokens.values()):
                 tokens[:, :, end - self.held : end] = tokens[:, :, self.end - self.held : self.end].clone()
             self.end = end
-        longest = max(lengths)
         self.end += 1
         self.held = max(self.held, longest + 1)
         width = math.ceil((self.end if self.in_place else longest + 1) / self.multiple) * self.multiple
@@ -448,39 +451,47 @@ class _Graphs:
         self.graphs = {}  # shape -> (graph, its tokens, its mask)
         self.pool = None  # memory that all graphs share, since only one runs at a time
         self.logits = None  # (slots, V), to which all graphs write
-        # A graph would leave out what hooks do in Python, and what ranks that share a model send each other
+        # A graph would leave out what hooks do: FSDP's gather weights, those of a shared model add up
         hooks = (hook for m in model.modules() for hook in (m._forward_pre_hooks, m._forward_hooks))
-        self.usable = cache.in_place and not any(hooks) and not hasattr(model, "agree_on")
+        fails = getattr(model, "capture_fails", False)
+        self.usable = cache.is_plain and cache.device.type == "cuda" and not any(hooks) and not fails
+        cache.in_place = self.usable
 
     def step(self, ids, mask):
         """Return what _next_logits returns. The next step may overwrite it."""
         shape = mask.shape
-        self.counts[shape] += 1
-        if self.usable and self.counts[shape] > GRAPH_AFTER and shape not in self.graphs:
-            self.capture(ids.clone(), mask.clone())
         if shape not in self.graphs:
-            return _next_logits(self.model, ids, mask, self.cache)
+            logits = _next_logits(self.model, ids, mask, self.cache)
+            self.counts[shape] += 1
+            if self.usable and self.counts[shape] >= GRAPH_AFTER:
+                self.capture(ids.clone(), mask.clone(), logits)
+            return logits
         graph, own_ids, own_mask = self.graphs[shape]
         own_ids.copy_(ids)
         own_mask.copy_(mask)
         graph.replay()
         return self.logits[: len(ids)]
 
-    def capture(self, ids, mask):
-        """Record a step whose graph reads these two tensors. Running a step twice changes nothing."""
+    def capture(self, ids, mask, logits):
+        """Record a step, without running it, whose graph reads these two tensors. logits: like its own."""
         if self.logits is None:
-            logits = _next_logits(self.model, ids, mask, self.cache)
             self.logits = logits.new_empty(self.cache.slots, logits.shape[-1])
             self.pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        options = {"pool": self.pool, "capture_error_mode": "thread_local"}
-        back = torch.cuda.stream(torch.cuda.current_stream())  # torch stays on its own one if a capture fails
+        graph, device = torch.cuda.CUDAGraph(), self.cache.device
+        options = {"pool": self.pool, "stream": _stream(device), "capture_error_mode": "thread_local"}
+        back = torch.cuda.stream(torch.cuda.current_stream(device))  # a capture that fails does not go back
         try:
             with back, torch.cuda.graph(graph, **options):
                 self.logits[: len(ids)] = _next_logits(self.model, ids, mask, self.cache)
             self.graphs[mask.shape] = graph, ids, mask
         except RuntimeError:  # the forward waits for the GPU, as dynamic rotary embeddings do
-            self.usable = False
+            self.model.capture_fails, self.usable = True, False
+
+
+@functools.cache
+def _stream(device):
+    """Return the stream for captures on a GPU: one, because cuBLAS keeps memory for each stream."""
+    return torch.cuda.Stream(device)
 
 
 def _prefill(model, prompts, which):

@@ -9,6 +9,7 @@ import runpy
 import shutil
 import sys
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import processes
@@ -122,10 +123,10 @@ def test_a_rollout_with_a_gpus_widths_and_rows_has_few_shapes_and_the_same_respo
 
 
 class StandIn:
-    """For a CUDA graph, on a CPU: `replay` repeats a step with the numbers that Python had when it was captured."""
+    """For a CUDA graph, on a CPU: `replay` repeats a step with what Python had when it was captured."""
 
     def numbers(self):
-        names = ("live", "longest", "read")
+        names = ("live", "longest", "read", "place")
         return [{name: getattr(layer, name) for name in names} for layer in self.graphs.cache.layers]
 
     def set(self, numbers):
@@ -141,61 +142,85 @@ class StandIn:
 
 
 def pretend_cuda(monkeypatch, graph):
+    """Returns a list with the current stream."""
+    streams, make = ["default"], sampler._Graphs.__init__
+
+    @contextlib.contextmanager
+    def stream(other):
+        before, streams[0] = streams[0], other
+        try:
+            yield
+        finally:
+            streams[0] = before
+
+    def usable(graphs, model, cache):
+        make(graphs, model, SimpleNamespace(is_plain=cache.is_plain, device=SimpleNamespace(type="cuda")))
+        graphs.cache, cache.in_place = cache, graphs.usable
+
+    monkeypatch.setattr(sampler._Graphs, "__init__", usable)
+    monkeypatch.setattr(sampler, "_stream", lambda device: "side")
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StandIn)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "graph", partial(graph, streams))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "default")
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[0])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    return streams
 
 
 @pytest.mark.parametrize("family", ["grouped heads", "windows", "convolutions"])
 def test_captured_steps_give_the_same_responses(family, monkeypatch):
     """Only a model whose layers all have full attention is captured."""
-    model, shapes = tiny_families.build(FAMILIES[family]).double(), collections.Counter()
+    model, shapes, ends = tiny_families.build(FAMILIES[family]).double(), collections.Counter(), []
     options = {"n": 4, "max_new_tokens": 80, "stop_ids": range(3, V, 9), "pad_id": 0, "slots": 24, "seed": 0}
-    plain, begin, capture = sample(model, MIXED, **options), sampler.RaggedCache.__init__, sampler._Graphs.capture
+    plain, begin, capture = sample(model, MIXED, **options), sampler.RaggedCache.begin, sampler._Graphs.capture
 
-    def in_place(cache, *rest):
-        begin(cache, *rest)
-        cache.in_place = cache.is_plain
+    def begun(cache, lengths):
+        mask = begin(cache, lengths)
+        ends.append(cache.end)
+        assert not cache.in_place or mask.shape[1] < max(cache.longest_prompt, max(lengths)) + 2 * 16 + 1
+        return mask
 
-    def captured(graphs, ids, mask):
+    def captured(graphs, ids, mask, logits):
         shapes[mask.shape] += 1
-        capture(graphs, ids, mask)
+        capture(graphs, ids, mask, logits)
         stand_in, own_ids, own_mask = graphs.graphs[mask.shape]
         assert own_ids is ids and own_mask is mask
         vars(stand_in).update(graphs=graphs, ids=ids, mask=mask)
         stand_in.captured = stand_in.numbers()
         graphs.logits.zero_()  # a graph is recorded without being run
 
-    monkeypatch.setattr(sampler.RaggedCache, "__init__", in_place)
+    pretend_cuda(monkeypatch, lambda streams, graph, **_: contextlib.nullcontext())
+    monkeypatch.setattr(sampler.RaggedCache, "begin", begun)
     monkeypatch.setattr(sampler, "_width_multiple", lambda device: 16)
     monkeypatch.setattr(sampler, "GRAPH_AFTER", 1)
     monkeypatch.setattr(sampler._Graphs, "capture", captured)
-    pretend_cuda(monkeypatch, lambda graph, **_: contextlib.nullcontext())
     for spare in (32, 1):
         monkeypatch.setattr(sampler, "SPARE_COLUMNS", spare)
         got = sample(model, MIXED, **options)
         assert torch.equal(got.response_tokens, plain.response_tokens)
         torch.testing.assert_close(got.sample_logprobs, plain.sample_logprobs, atol=5e-7, rtol=0)
-    assert (len(shapes) > 5) == (family == "grouped heads") and set(shapes.values()) <= {1, 2}
+    moves = sum(later <= earlier for earlier, later in zip(ends, ends[1:]))
+    assert (len(shapes) > 5 and moves > 2) == (family == "grouped heads") and set(shapes.values()) <= {1, 2}
 
 
 def test_a_model_with_hooks_or_one_that_waits_for_the_gpu_is_not_captured(llama, monkeypatch):
-    cache = SimpleNamespace(in_place=True, slots=2)
-    assert sampler._Graphs(llama, cache).usable
+    @contextlib.contextmanager
+    def fails(streams, graph, stream, **_):
+        streams[0] = stream
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    streams, cache = pretend_cuda(monkeypatch, fails), SimpleNamespace(is_plain=True, slots=2, device="cuda:0")
+    assert sampler._Graphs(llama, cache).usable and cache.in_place
     hook = llama.model.layers[1].register_forward_pre_hook(lambda module, inputs: None)
-    assert not sampler._Graphs(llama, cache).usable
+    assert not sampler._Graphs(llama, cache).usable and not cache.in_place
     hook.remove()
     graphs, ids = sampler._Graphs(llama, cache), torch.ones(2, 1, dtype=torch.long)
-
-    def fails(*_, **__):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    pretend_cuda(monkeypatch, fails)
     monkeypatch.setattr(sampler, "GRAPH_AFTER", 0)
     monkeypatch.setattr(sampler, "_next_logits", lambda *inputs: torch.ones(2, V))
     assert graphs.step(ids, ids > 0).sum() == 2 * V and not graphs.usable and not graphs.graphs
+    assert streams == ["default"] and not sampler._Graphs(llama, cache).usable
+    del llama.capture_fails
 
 
 def test_what_padding_rows_write_into_free_slots_is_never_read(llama, monkeypatch):

@@ -119,6 +119,28 @@ def temperatures_of(folder) -> list[float]:
     return [row["sweep/temperature"] for row in versions if "sweep/temperature" in row]
 
 
+def temperatures(results, gain, folder) -> list[str]:
+    """List the win rates over the data set's answers at both temperatures, the means over the seeds."""
+    lines = ["| | T = 0 | T = 1 | lost |", "|---|---|---|---|"]
+    for arm in results.arms:
+        rates = [win_rates(results.folders[arm, seed]) for seed in range(results.seeds)]
+        cold, warm = (fmean(rate) for rate in zip(*rates))
+        lines.append(f"| {arm} | {cold:.1%} | {warm:.1%} | {cold - warm:.1%} |")
+    return lines
+
+
+def lost_by_temperature(folder) -> float:
+    cold, warm = win_rates(folder)
+    return cold - warm
+
+
+def win_rates(folder) -> list[float]:
+    """How often a policy's answer is better than the data set's at T = 0 and at T = 1; a tie is half a win."""
+    rows = files.read_jsonl(folder.parent / "temperatures" / "samples.jsonl")
+    of = lambda policy, t: [row for row in rows if row["policy"] == policy and row["temperature"] == t]
+    return [measures.against(of("dataset", t), of(folder.name, t), None)["gold_win_rate"] for t in (0, 1)]
+
+
 def labels(results, gain, folder) -> list[str]:
     """How often the labels of the 12,000 pairs agree with people's and with the true helpfulness, in percent."""
     people = [{**row, "preference": 1.0, "human": 1.0} for row in tiny.rows("preferences", "train")]

@@ -95,6 +95,8 @@ class Group:
     """Arms that are asked in other words: the file with the first set's prompts under an instruction."""
     begin: dict[str, str] = field(default_factory=dict)
     """File or folder of `out`: the command that makes it for the arms."""
+    after: dict[str, str] = field(default_factory=dict)
+    """Folder of `out`: the command that makes it of the {arms}, for a column of OF_RUN."""
     parts: tuple[str, ...] = ()
     """Keys of PROMPTS on which the table shows the gain with its interval; (): with and without a hazard."""
     seeds: int = 3
@@ -648,6 +650,17 @@ GROUPS = {
             for arm in ("by the true reward", "by the reward model")
         ),
     ),
+    "temperatures": Group(  # win rates over the data set's answers, sampled at T = 0 and T = 1
+        {"PPO": PPO, "offline DPO": f"dpo_iterative {BARE} {GIVEN}"},
+        claims=(
+            Claim("offline DPO", "PPO", row=29, says="less", column="win rate lost from T = 0 to 1", margin=0.02),
+        ),
+        after={
+            "temperatures": "-m common.programs.evaluate --policies dataset first=runs/sft {arms} --reference dataset "
+            "--dataset tiny:kind=sft --max-length 128 --max-new-tokens 32 --temperatures 0 1"
+        },
+        seeds=5,
+    ),
     "student": Group(  # a model of half the size learns from the larger one's responses, or from its own
         {
             "the student": "sft --model {out}/half --sample-prompts 0",
@@ -1046,6 +1059,8 @@ def run_group(name, seed) -> list[str]:
         answer(dataset, asked(None), f"evaluate{number or ''}")
     for number, dataset in enumerate(dict.fromkeys(group.asks.values())):
         answer(dataset.format(out=out), asked(dataset), f"asked{number}")
+    for folder, command in group.after.items():
+        run(command.format(arms=shlex.join(arms)), out / folder, seed)
     return [files.read_json(folder / "args.json")["git"][:7] for folder in folders]
 
 
@@ -1061,10 +1076,11 @@ PROMPTS = {  # Claim.only
 OF_RUN = {  # Claim.column: a number of a whole run, from its folder and its rows of the evaluation
     "spread of the categories": lambda folder, rows: calibration.category_spread(rows),
     "agreement with annotators": lambda folder, rows: renewed_reward.agreement(folder),
+    "win rate lost from T = 0 to 1": lambda folder, rows: details.lost_by_temperature(folder),
     "rise of the temperature": lambda folder, rows: details.rise_of_temperature(folder),
 }
 OF_ROW = ("gold", "score", "kl", "tokens", "harmless", "right", "longer")
-SHARES = ("right", "longer", "harmless", "eval/ece", "agreement with annotators")  # columns
+SHARES = ("right", "longer", "harmless", "eval/ece", "agreement with annotators", "win rate lost from T = 0 to 1")
 
 
 def prefers_longer(row) -> float:

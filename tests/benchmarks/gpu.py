@@ -169,9 +169,9 @@ def sampler(shape, device, bandwidth, args) -> dict:
     with dist.consolidated(model):
         after, common.sampler.GRAPH_AFTER = common.sampler.GRAPH_AFTER, math.inf
         without = n / timed(ours, device, args.repeats)
+        n_shapes, n_calls = attention_shapes(draw_ragged)
         common.sampler.GRAPH_AFTER = after
         speeds = [n / timed(run, device, args.repeats) for run in (ours, generate)]
-        n_shapes, n_calls = attention_shapes(draw_ragged)
     config = model.config
     weights = 2 * (sum(p.numel() for p in model.parameters()) - config.vocab_size * config.hidden_size)
     length = args.prompt_tokens + args.new_tokens / 2  # of a row, on the average step
