@@ -353,7 +353,7 @@ def test_a_trained_labeler_says_how_likely_the_first_response_is_better(monkeypa
     """By a preference model that likes length, log odds 1 a word; `label` asks in both orders."""
     words = lambda text: len(text.split())
     monkeypatch.setattr(pairwise, "oracle", lambda path: lambda duels: [words(a) - words(b) for _, a, b in duels])
-    labeler = trained_labeler.same_size()
+    labeler = trained_labeler.same_size_3()
     item = ai_feedback.Item(0, "", {}, [{"role": "user", "content": "copy ant owl"}], ["ant", "ant owl"], 0.0)
     [row] = ai_feedback.label([item], labeler, ("",), ai_feedback.Args())
     assert row["chosen"] == "ant" and row["preference"] == pytest.approx(1 / (1 + math.e))

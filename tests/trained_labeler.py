@@ -1,6 +1,6 @@
 """Labelers of the tiny world that learned from people's labels of other pairs (experiments.py, group labelers): the
-pairwise preference models of common/programs/pairwise.py, `--model trained_labeler:same_size`. Each is asked in both
-orders, so that the place of a response says nothing."""
+pairwise preference models of common/programs/pairwise.py, `--model trained_labeler:same_size_0`, where 0 is the seed.
+Each is asked in both orders, so that the place of a response says nothing."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ class TrainedLabeler:
         raise NotImplementedError("it only compares")
 
 
-FOLDER = "runs/experiments/labelers/0"
-smaller = partial(TrainedLabeler, f"{FOLDER}/smaller_labeler")
-same_size = partial(TrainedLabeler, f"{FOLDER}/same_size_labeler")
-larger = partial(TrainedLabeler, f"{FOLDER}/larger_labeler")
+for size in ("smaller", "same_size", "larger"):
+    for seed in range(10):
+        folder = f"runs/experiments/labelers/{seed}/{size}_labeler"
+        globals()[f"{size}_{seed}"] = partial(TrainedLabeler, folder)

@@ -134,8 +134,9 @@ def cpl(flags):
 
 def labels(labeler, module="gold_labeler", flags=""):
     rows = f"{{out}}/labels_{labeler}/rows.jsonl"
+    who = labeler if module == "gold_labeler" else f"{labeler}_{{seed}}"
     return {
-        f"labels_{labeler}": f"{FEEDBACK} label --model {module}:{labeler} --dataset tiny",
+        f"labels_{labeler}": f"{FEEDBACK} label --model {module}:{who} --dataset tiny",
         f"reward_{labeler}": f"reward {SCORER} --dataset {rows} --eval-dataset tiny {flags}",
     }
 
@@ -719,7 +720,7 @@ GROUPS = {
             )
             for before, after in (("smaller", "same-size"), ("same-size", "larger"))
         ),
-        seeds=1,
+        seeds=2,
     ),
     "labels": Group(  # who labels the same 12,000 pairs, of which a reward model sees one pass; by group labelers
         {
