@@ -89,7 +89,8 @@ def _are_as_alone(model, outputs_of, together, alone, otherwise) -> bool:
     except (RuntimeError, ValueError):  # BLOOM and GPT-1 do not support such a mask
         gap, change = 1, 0
     model.compute_dtype = dtype
-    close = 0.05 if fixed and dtype != torch.float32 else 1e-3
+    # With random weights positions hardly matter, so that rounding is a few thousandths of their effect
+    close = 0.05 if fixed and dtype != torch.float32 else 0.01
     holds = all(dist.gather([gap <= close * change and not recurrent(model)]))
     if not holds and dist.is_main():
         print(f"{model.config.model_type}: {otherwise}")
