@@ -1,5 +1,6 @@
 """common/models.py against transformers' own forward: log probabilities, packing, loading."""
 
+import collections
 import copy
 import dataclasses
 import importlib
@@ -708,6 +709,15 @@ def test_shares_prompts_detects_responses_that_see_each_other(
     assert checks.shares_prompts(model, 64) is (leak is None) and model.compute_dtype == torch.bfloat16
     said = f"{kind}: responses cannot share their prompt: each has its own copy of it\n"
     assert capsys.readouterr().out == (said if leak else "")
+
+
+@pytest.mark.parametrize("gap, holds", [(0.004, True), (0.02, False)])
+def test_rounding_may_be_a_hundredth_of_the_effect_of_positions(gap, holds, tmp_path):
+    """With random weights positions change little: one place of the last digit was 0.003 of it."""
+    Rows = collections.namedtuple("Rows", "gap input_ids position_ids", defaults=(torch.ones(1, 4), None))
+    outputs_of = lambda rows: torch.tensor([rows.gap if rows.position_ids is None else 1.0])
+    model = pretrained.load_policy(causal(tmp_path, "llama"), Words(V))
+    assert checks._are_as_alone(model, outputs_of, Rows(gap), Rows(0.0), "") is holds
 
 
 @pytest.mark.parametrize(
