@@ -260,6 +260,17 @@ def test_a_scorer_that_likes_length_is_told_from_one_that_is_right(experiments):
 
 def test_columns_of_a_whole_run(experiments, tmp_path):
     versions = {str(i): {"sweep/temperature": x} for i, x in enumerate((0.4, 0.8, 1.0), 1)}
+    golds = {"dataset": [(1, 1), (1, 1)], "arm": [(2, 2), (2, 1)]}  # T = 0: two wins; T = 1: a win and a tie
+    answers = [
+        {"policy": policy, "temperature": t, "gold": float(gold), "score": 0.0}
+        for policy, by_t in golds.items()
+        for t, of_t in enumerate(by_t)
+        for gold in of_t
+    ]
+    (tmp_path / "temperatures").mkdir()
+    (tmp_path / "arm").mkdir()
+    files.write_jsonl(tmp_path / "temperatures" / "samples.jsonl", answers)
+    tmp_path = tmp_path / "arm"
     files.write_json(tmp_path / "summary.json", {"versions": {"0": {}, **versions}})
     pair = lambda chosen, rejected: {"prompt": [{"content": "copy ant owl"}], "chosen": chosen, "rejected": rejected}
     files.write_jsonl(tmp_path / "pairs.jsonl", [pair("ant owl", "ant"), pair("ant", "ant owl"), pair("ant", "ant")])
@@ -268,6 +279,7 @@ def test_columns_of_a_whole_run(experiments, tmp_path):
     found = {name: of(tmp_path, rows) for name, of in experiments.OF_RUN.items()}
     assert found == pytest.approx(
         {"spread of the categories": 1 / math.sqrt(2), "agreement with annotators": 0.5, "rise of the temperature": 0.6}
+        | {"win rate lost from T = 0 to 1": 0.25}
     )
 
 
