@@ -654,14 +654,17 @@ GROUPS = {
     "temperatures": Group(  # win rates over the data set's answers, sampled at T = 0 and T = 1
         {"PPO": PPO, "offline DPO": f"dpo_iterative {BARE} {GIVEN}"},
         claims=(
-            Claim("offline DPO", "PPO", row=29, says="less", column="win rate lost from T = 0 to 1", margin=0.02),
+            Claim(
+                "offline DPO", "PPO", row=29, says="less", column="win rate lost from T = 0 to 1", margin=0.02,
+                label="win rate that DPO loses from T = 0 to 1, less that of PPO",
+            ),
         ),
         after={
             "temperatures": "-m common.programs.evaluate --policies dataset first=runs/sft {arms} --reference dataset "
             "--dataset tiny:kind=sft --max-length 128 --max-new-tokens 32 --temperatures 0 1"
         },
         seeds=5,
-    ),
+    ),  # fmt: skip
     "student": Group(  # a model of half the size learns from the larger one's responses, or from its own
         {
             "the student": "sft --model {out}/half --sample-prompts 0",
