@@ -723,7 +723,7 @@ GROUPS = {
             )
             for before, after in (("smaller", "same-size"), ("same-size", "larger"))
         ),
-        seeds=2,
+        seeds=3,
     ),
     "labels": Group(  # who labels the same 12,000 pairs, of which a reward model sees one pass; by group labelers
         {
@@ -763,7 +763,7 @@ GROUPS = {
             "reward_both": f"reward {SCORER} --dataset tiny,{{out}}/labels_same_size/rows.jsonl --epochs 1 "
             "--eval-dataset tiny",
         },
-        seeds=2,
+        seeds=3,
     ),  # fmt: skip
     "scorers": Group(  # the Advantage Model's table 1, figures 2 and 4; and which model likes length
         {
