@@ -13,7 +13,7 @@ bandwidth and training to the matrix units' rate, for Llama shapes of random wei
     scripts   what torchrun does, without it
     sampler   rows of --prompt-tokens draw --new-tokens each, --slots at once, in bf16. Its bound: a step reads every
               weight but the embedding once, and the keys and values of every row; bound = rows / (bytes / bandwidth),
-              "no graphs" without CUDA graphs.
+              "no graphs" without CUDA graphs, "the same" if both give the same responses bit for bit.
               Last column: how many shapes the attention has where rows end at random (a kernel may plan each anew)
     training  forward and backward of sft.py's loss on blocks of --block tokens with gradient checkpointing, bf16
               compute on fp32 weights, no optimiser step; 6 * (parameters less the embedding) * tokens operations, the
@@ -163,14 +163,16 @@ def sampler(shape, device, bandwidth, args) -> dict:
     stop_ids = range(model.config.vocab_size // 32)
 
     def draw_ragged():
-        sample(model, ragged, stop_ids=stop_ids, slots=args.slots, seed=0, **options)
+        return sample(model, ragged, stop_ids=stop_ids, slots=args.slots, seed=0, **options)
 
     n = args.slots * args.new_tokens
     with dist.consolidated(model):
         after, common.sampler.GRAPH_AFTER = common.sampler.GRAPH_AFTER, math.inf
         without = n / timed(ours, device, args.repeats)
         n_shapes, n_calls = attention_shapes(draw_ragged)
+        plain = draw_ragged()
         common.sampler.GRAPH_AFTER = after
+        same = all(map(torch.equal, plain, draw_ragged()))
         speeds = [n / timed(run, device, args.repeats) for run in (ours, generate)]
     config = model.config
     weights = 2 * (sum(p.numel() for p in model.parameters()) - config.vocab_size * config.hidden_size)
@@ -178,7 +180,7 @@ def sampler(shape, device, bandwidth, args) -> dict:
     per_token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     bound = args.slots * bandwidth / (weights + args.slots * length * per_token)
     line = {"model": shape, "tokens/s": f"{speeds[0]:.0f}", "no graphs": f"{without:.0f}"}
-    line["generate"] = f"{speeds[1]:.0f}"
+    line |= {"the same": same, "generate": f"{speeds[1]:.0f}"}
     line["times"] = f"{speeds[0] / speeds[1]:.2f}"
     line |= {"bandwidth's bound": f"{bound:.0f}", "of the bound": f"{speeds[0] / bound:.0%}"}
     return {**line, "shapes of attention": f"{n_shapes} in {n_calls // config.num_hidden_layers} forwards"}
