@@ -372,7 +372,7 @@ class RaggedCache(Cache):
 
     All rows end in the same column. The model sees a left-padded batch and derives positions, masks and
     windows from it as usual. If steps can be captured as CUDA graphs, a step reads from the first column on,
-    so that the place of what it reads depends on its shape only; the mask then ends in free columns too."""
+    so that where it reads depends on its shape only; the mask then ends in free columns."""
 
     def __init__(self, model, slots, longest_prompt, max_new_tokens):
         self.device = next(model.parameters()).device
@@ -415,10 +415,10 @@ class RaggedCache(Cache):
         free slot, in which `fill` overwrites everything that a later response sees."""
         longest = max(lengths)
         self.held = max(self.longest_prompt, longest)
-        wide = self.in_place and self.end - self.held >= self.multiple  # each step reads all columns before
-        if self.end == self.columns or wide:  # move all rows back, with room for a rounded width
-            end = min(self.held + self.multiple - 1, self.columns - SPARE_COLUMNS)
-            end = self.held if self.in_place else end
+        room = 0 if self.in_place else self.multiple - 1  # to round the longest row up
+        wasted = self.in_place and self.end - self.held >= self.multiple  # columns that are read for no row
+        if self.end == self.columns or wasted:  # move all rows back
+            end = min(self.held + room, self.columns - SPARE_COLUMNS)
             for tokens in (tokens for layer in self.layers for tokens in layer.tokens.values()):
                 tokens[:, :, end - self.held : end] = tokens[:, :, self.end - self.held : self.end].clone()
             self.end = end
@@ -432,7 +432,8 @@ class RaggedCache(Cache):
             lengths = lengths + [0] * (min(2 ** (len(lengths) - 1).bit_length(), self.slots) - len(lengths))
         for layer in self.layers:
             layer.begin(len(lengths), start, stop, self.end, place)
-        back = self.end - 1 - torch.arange(start, stop, device=self.device)  # 0: the new token's column
+        # How far each column lies before the new token's, which has 0; below 0 are free columns
+        back = torch.arange(self.end - 1 - start, self.end - 1 - stop, -1, device=self.device)
         return (back >= 0) & (back <= to_device(lengths, self.device)[:, None])
 
 

@@ -270,13 +270,12 @@ def test_columns_of_a_whole_run(experiments, tmp_path):
     (tmp_path / "temperatures").mkdir()
     (tmp_path / "arm").mkdir()
     files.write_jsonl(tmp_path / "temperatures" / "samples.jsonl", answers)
-    tmp_path = tmp_path / "arm"
-    files.write_json(tmp_path / "summary.json", {"versions": {"0": {}, **versions}})
+    files.write_json(tmp_path / "arm" / "summary.json", {"versions": {"0": {}, **versions}})
     pair = lambda chosen, rejected: {"prompt": [{"content": "copy ant owl"}], "chosen": chosen, "rejected": rejected}
-    files.write_jsonl(tmp_path / "pairs.jsonl", [pair("ant owl", "ant"), pair("ant", "ant owl"), pair("ant", "ant")])
+    files.write_jsonl(tmp_path / "arm" / "pairs.jsonl", [pair("ant owl", "ant"), pair("ant", "ant owl"), pair("ant", "ant")])
     scored = lambda category, *scores: {"category": category, "responses": [{"score": x} for x in scores]}
     rows = [scored("copy", 0.0, 2.0), scored("rest", 2.0, 4.0)]  # means 1 and 3; all scores deviate by sqrt(2)
-    found = {name: of(tmp_path, rows) for name, of in experiments.OF_RUN.items()}
+    found = {name: of(tmp_path / "arm", rows) for name, of in experiments.OF_RUN.items()}
     assert found == pytest.approx(
         {"spread of the categories": 1 / math.sqrt(2), "agreement with annotators": 0.5, "rise of the temperature": 0.6}
         | {"win rate lost from T = 0 to 1": 0.25}

@@ -711,11 +711,14 @@ def test_shares_prompts_detects_responses_that_see_each_other(
     assert capsys.readouterr().out == (said if leak else "")
 
 
-@pytest.mark.parametrize("gap, holds", [(0.004, True), (0.02, False)])
-def test_rounding_may_be_a_hundredth_of_the_effect_of_positions(gap, holds, tmp_path):
-    """With random weights positions change little: one place of the last digit was 0.003 of it."""
+@pytest.mark.parametrize(
+    "size, gap, holds", [(-43.0, 2**-18, True), (-43.0, 2**-16, False), (-1.0, 2**-18, False), (-1.0, 1e-6, True)]
+)
+def test_one_rounding_of_the_outputs_may_exceed_a_thousandth_of_the_effect_of_positions(size, gap, holds, tmp_path):
+    """The sum of four log probabilities of random weights was -43, where neighbouring numbers are 2^-18 apart, and
+    wrong positions changed it by 0.0011."""
     Rows = collections.namedtuple("Rows", "gap input_ids position_ids", defaults=(torch.ones(1, 4), None))
-    outputs_of = lambda rows: torch.tensor([rows.gap if rows.position_ids is None else 1.0])
+    outputs_of = lambda rows: torch.tensor([size + (rows.gap if rows.position_ids is None else 0.0011)])
     model = pretrained.load_policy(causal(tmp_path, "llama"), Words(V))
     assert checks._are_as_alone(model, outputs_of, Rows(gap), Rows(0.0), "") is holds
 

@@ -8,7 +8,6 @@ start from the quickstart's runs and those of runs/begin; finished runs are not 
 With --publish a group's table goes to docs/results/tables/GROUP.md and to the pages that have a place for it.
 """
 
-import os
 import random
 import re
 import shlex
@@ -46,8 +45,7 @@ RUNS = {  # what arms begin with
     "--lr 1e-3 --weight-decay 0.1 --batch-size 8 --sample-prompts 0 --eval-dataset runs/begin/pairs/held_out.jsonl",
 }
 # For cpl.py and hir.py, for gold_labeler and annotators, and for renewed_reward
-PYTHONPATH = os.pathsep.join(str(peers.ROOT / folder) for folder in ("", "tests", "tests/benchmarks"))
-ENVIRONMENT = {**os.environ, "PYTHONPATH": PYTHONPATH}
+ENVIRONMENT = peers.environment("", "tests", "tests/benchmarks")
 FOLDER = peers.ROOT / "runs" / "experiments"  # GROUP/SEED/ARM
 HALF, FORGET = "tiny:commands=copy+ends+first+loop", "tiny:commands=rest+reverse+next+double"
 

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 import torch
-from peers import ROOT
+from peers import ROOT, environment
 
 from common.data import files, mixtures, progress
 from common.loading import pretrained
@@ -63,7 +63,7 @@ def run(name, flags, folder, model):
         return
     command = f"{COMMANDS[name].format(root=ROOT, model=model)} --output-dir {name} {flags}"
     print(f"python {command}", flush=True)
-    start, env = time.time(), {**os.environ, "PYTHONPATH": str(ROOT)}
+    start, env = time.time(), environment("")
     with open(folder / f"{name}.log", "a") as log:
         program = [sys.executable, *command.split(), "--resume"]
         subprocess.run(program, cwd=folder, env=env, stdout=log, stderr=log, check=True)

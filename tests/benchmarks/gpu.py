@@ -12,8 +12,8 @@ bandwidth and training to the matrix units' rate, for Llama shapes of random wei
               rows and blocks of its own
     scripts   what torchrun does, without it
     sampler   rows of --prompt-tokens draw --new-tokens each, --slots at once, in bf16. Its bound: a step reads every
-              weight but the embedding once, and the keys and values of every row; bound = rows / (bytes / bandwidth),
-              "no graphs" without CUDA graphs, "the same" if both give the same responses bit for bit.
+              weight but the embedding once, and the keys and values of every row; bound = rows / (bytes / bandwidth).
+              "no graphs": the rate without CUDA graphs; "the same": whether responses are then equal bit for bit.
               Last column: how many shapes the attention has where rows end at random (a kernel may plan each anew)
     training  forward and backward of sft.py's loss on blocks of --block tokens with gradient checkpointing, bf16
               compute on fp32 weights, no optimiser step; 6 * (parameters less the embedding) * tokens operations, the
@@ -46,8 +46,7 @@ from common import dist, losses, models
 from common.sampler import sample
 from common.data import progress
 
-PATHS = [str(peers.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
+ENV = peers.environment("")
 SHAPES = {  # hidden, layers, heads, key-value heads, feed-forward, vocabulary
     "tiny": (64, 2, 4, 2, 128, 512),
     "1b": (2048, 16, 32, 8, 8192, 128256),
@@ -126,8 +125,8 @@ def llama(shape, device, dtype):
         torch.set_default_dtype(default)
 
 
-def attention_shapes(run) -> tuple[int, int]:
-    """Count the different shapes of queries and keys in SDPA's calls during run(), and the calls."""
+def attention_shapes(run) -> tuple:
+    """Return run()'s result, the number of shapes of queries and keys in its calls of SDPA, and that of the calls."""
     functional = torch.nn.functional
     plain, shapes = functional.scaled_dot_product_attention, []
 
@@ -137,10 +136,10 @@ def attention_shapes(run) -> tuple[int, int]:
 
     functional.scaled_dot_product_attention = counted
     try:
-        run()
+        result = run()
     finally:
         functional.scaled_dot_product_attention = plain
-    return len(set(shapes)), len(shapes)
+    return result, len(set(shapes)), len(shapes)
 
 
 def sampler(shape, device, bandwidth, args) -> dict:
@@ -169,8 +168,7 @@ def sampler(shape, device, bandwidth, args) -> dict:
     with dist.consolidated(model):
         after, common.sampler.GRAPH_AFTER = common.sampler.GRAPH_AFTER, math.inf
         without = n / timed(ours, device, args.repeats)
-        n_shapes, n_calls = attention_shapes(draw_ragged)
-        plain = draw_ragged()
+        plain, n_shapes, n_calls = attention_shapes(draw_ragged)
         common.sampler.GRAPH_AFTER = after
         same = all(map(torch.equal, plain, draw_ragged()))
         speeds = [n / timed(run, device, args.repeats) for run in (ours, generate)]

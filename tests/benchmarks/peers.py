@@ -4,6 +4,7 @@ take turns."""
 import argparse
 import json
 import math
+import os
 import resource
 import statistics
 import subprocess
@@ -17,6 +18,12 @@ sys.path.insert(0, str(ROOT))
 SKIP = 2  # steps that do not count
 TRAINER = {"save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True}
 STEPS = {**TRAINER, "logging_steps": 1, "gradient_checkpointing": False, "seed": 0}
+
+
+def environment(*folders):
+    """That of a program which imports from these folders of the project, then from those of PYTHONPATH."""
+    paths = [str(ROOT / folder) for folder in folders] + [*filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def llama(hidden, layers, heads, vocabulary, positions, **more):
