@@ -15,7 +15,7 @@ import pytest
 import torch
 import trained_labeler
 
-from common.data import files, tiny
+from common.data import files, prompt_sets, tiny
 from common.programs import ai_feedback, pairwise
 
 ROOT = processes.ROOT
@@ -125,6 +125,9 @@ def test_a_curve_is_read_at_a_kl_between_two_of_its_arms(verdicts):
         (-0.04, 0.5, "no less", "holds"),
         (-0.06, 0.5, "no less", "inconclusive"),
         (-0.5, -0.06, "no less", "opposite"),
+        (-0.5, 0.04, "no more", "holds"),
+        (-0.5, 0.06, "no more", "inconclusive"),
+        (0.06, 0.5, "no more", "opposite"),
     ],
 )
 def test_a_verdict_follows_from_the_interval_and_what_the_paper_says(low, high, says, verdict, verdicts):
@@ -194,10 +197,11 @@ def test_docs_claims_shows_the_computed_results_and_verdicts(experiments):
     """This test computes the verdicts again from the intervals in docs/results and the claims in the code."""
     text = (ROOT / "docs" / "results" / "claims.md").read_text("utf-8")
     shown = dict(re.findall(r"<!-- claim (\d+) -->(.*?)<!-- end -->", text))
+    judged = {name: group.claims for name, group in experiments.GROUPS.items()} | experiments.ELSEWHERE
     for file in (ROOT / "docs" / "results" / "tables").glob("*.jsonl"):
         claims = {
             (claim.after, claim.before, claim.row, claim.kl, claim.column, claim.only, claim.prompts): claim
-            for claim in experiments.GROUPS[file.stem].claims
+            for claim in judged[file.stem]
         }
         for line in files.read_jsonl(file):
             key = (line["after"], line["before"], line["row"], tuple(line["kl"]))
@@ -258,9 +262,11 @@ def test_a_scorer_that_likes_length_is_told_from_one_that_is_right(experiments):
     assert experiments.prefers_longer(responses(3.0, 2.0, 1.0)) == pytest.approx(-1 / 3)
 
 
-def test_columns_of_a_whole_run(experiments, tmp_path):
+def test_columns_of_a_whole_run(experiments, tmp_path, monkeypatch):
+    """The folder is named after a labeler, biased, as an arm of the group rlaif is."""
+    arm = tmp_path / "labels_of_biased"
     versions = {str(i): {"sweep/temperature": x} for i, x in enumerate((0.4, 0.8, 1.0), 1)}
-    golds = {"dataset": [(1, 1), (1, 1)], "arm": [(2, 2), (2, 1)]}  # T = 0: two wins; T = 1: a win and a tie
+    golds = {"dataset": [(1, 1), (1, 1)], arm.name: [(2, 2), (2, 1)]}  # T = 0: two wins; T = 1: a win and a tie
     answers = [
         {"policy": policy, "temperature": t, "gold": float(gold), "score": 0.0}
         for policy, by_t in golds.items()
@@ -268,18 +274,74 @@ def test_columns_of_a_whole_run(experiments, tmp_path):
         for gold in of_t
     ]
     (tmp_path / "temperatures").mkdir()
-    (tmp_path / "arm").mkdir()
+    arm.mkdir()
     files.write_jsonl(tmp_path / "temperatures" / "samples.jsonl", answers)
-    files.write_json(tmp_path / "arm" / "summary.json", {"versions": {"0": {}, **versions}})
+    files.write_json(arm / "summary.json", {"versions": {"0": {}, **versions}})
     pair = lambda chosen, rejected: {"prompt": [{"content": "copy ant owl"}], "chosen": chosen, "rejected": rejected}
-    files.write_jsonl(tmp_path / "arm" / "pairs.jsonl", [pair("ant owl", "ant"), pair("ant", "ant owl"), pair("ant", "ant")])
+    files.write_jsonl(arm / "pairs.jsonl", [pair("ant owl", "ant"), pair("ant", "ant owl"), pair("ant", "ant")])
     scored = lambda category, *scores: {"category": category, "responses": [{"score": x} for x in scores]}
     rows = [scored("copy", 0.0, 2.0), scored("rest", 2.0, 4.0)]  # means 1 and 3; all scores deviate by sqrt(2)
-    found = {name: of(tmp_path / "arm", rows) for name, of in experiments.OF_RUN.items()}
+    curve = lambda version, chosen, largest: {
+        "policy": f"version {version}", "chosen": chosen, "max": [0.25, *[0.5] * 6, largest], "median": [0.25] * 7 + [0.0],
+    }  # fmt: skip
+    files.write_jsonl(arm / "curves.jsonl", [curve(0, False, 9.0), curve(0, True, 1.0), curve(3, True, 5.0)])
+    (tmp_path / "labels_biased").mkdir()
+    files.write_json(tmp_path / "labels_biased" / "summary.json", {"alignment": 0.7, "alignment/one_order": 0.6})
+    monkeypatch.setattr(experiments.kl, "cosines", lambda run: {("k3", "reward"): -0.2, ("k3", "loss"): 0.9})
+    found = {name: of(arm, rows) for name, of in experiments.OF_RUN.items()}
     assert found == pytest.approx(
         {"spread of the categories": 1 / math.sqrt(2), "agreement with annotators": 0.5, "rise of the temperature": 0.6}
-        | {"win rate lost from T = 0 to 1": 0.25}
+        | {"win rate lost from T = 0 to 1": 0.25, "agreement gained by both orders": 0.1}
+        | {"largest score of 8 over 1, SFT": 0.75, "median score of 8 over 1, SFT": -0.25}
+        | {"cosine of k3 in the reward": -0.2, "cosine of k3 as a loss": 0.9}
     )
+
+
+def test_the_gradients_of_estimates_of_the_kl(experiments):
+    """k1 in the reward has the KL's own gradient, and none as a loss, both exactly; its mean is the KL."""
+    torch.manual_seed(0)
+    policy, reference = tiny.model(), tiny.model()
+    for parameter in policy.parameters():
+        parameter.data.add_(0.3 * parameter.std() * torch.randn_like(parameter))
+    prompts = prompt_sets.load_prompts("tiny", "test", experiments.kl.TOKENIZER, max_tokens=96)[:2]
+    found = experiments.kl.enumerated(policy, reference, prompts)
+    assert found["k1"]["reward"] == pytest.approx((1.0, 1.0), abs=1e-3) and found["k1"]["loss"][1] < 1e-3
+    assert found["k1"]["mean"] == found["k1"]["KL"] == pytest.approx(found["k3"]["mean"], rel=1e-5)
+    assert found["k2"]["loss"][0] > 0.5 > found["k3"]["reward"][0]
+
+
+def test_slopes_by_doubling_and_their_interval_over_seeds(experiments):
+    """Accuracy rises by 0.02 with each doubling of the pairs, a seed 0.01 more or less, and not with the parameters."""
+    scaling = importlib.import_module("scaling")
+    rows = [
+        {"pairs": pairs, "parameters": parameters, "seed": seed, "eval/accuracy": 0.5 + (0.01 + 0.01 * seed) * doublings}
+        for doublings, pairs in enumerate((200, 400, 800))
+        for parameters in (1000, 4000)
+        for seed in range(3)
+    ]
+    found = scaling.slopes(rows)
+    half = 4.303 * 1 / math.sqrt(3)  # Student's with two degrees of freedom; the slopes deviate by 1
+    assert found["pairs"][:3] == pytest.approx((2, 2 - half, 2 + half)) and found["pairs"].by_seed == pytest.approx([1, 2, 3])
+    assert found["parameters"].mean == pytest.approx(0)
+
+
+def test_labels_are_judged_on_the_pairs_that_both_settings_labelled(experiments, tmp_path):
+    """Single orders of `base` agree with the human label in 1 and in 0 of 2 cases, both orders together in both."""
+    ai_labels = importlib.import_module("ai_labels")
+    row = lambda number, p, *orders: {"row": number, "preference": p, "human": 1.0, "ai": {"orders": orders}}
+    settings = {
+        "base_0": [row(0, 0.6, 0.9, 0.3), row(1, 0.6, 0.8, 0.4), row(2, 0.1, 0.1, 0.1)],
+        "detailed_0": [row(1, 0.3, 0.3, 0.3), row(0, 0.9, 0.9, 0.9)],
+        "base_0_thoughts_1": [row(0, 0.9, 0.9, 0.9), row(1, 0.5, 0.9, 0.1)],
+        "base_0_thoughts_4": [row(0, 0.9, 0.9, 0.9), row(1, 0.9, 0.9, 0.9)],
+    }
+    for name, rows in settings.items():
+        (tmp_path / name).mkdir()
+        files.write_jsonl(tmp_path / name / "rows.jsonl", rows)
+    lines = ai_labels.judge(tmp_path)
+    # of three pairs both orders gain 1/2, 1/2 and 0; of the two common ones detailed loses one, thoughts lose a half
+    assert [line["difference"]["mean"] for line in lines] == pytest.approx([1 / 3, -1 / 2, -1 / 4, 1 / 4])
+    assert [line["row"] for line in lines] == [32, 33, 33, 49]
 
 
 def test_a_finished_run_of_the_same_command_is_not_started_again(experiments, tmp_path, monkeypatch):

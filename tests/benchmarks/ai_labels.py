@@ -2,18 +2,32 @@
 thought, as in the table of "RLAIF" (arXiv:2309.00267). Every setting is a separate run; finished runs are kept.
 
     python tests/benchmarks/ai_labels.py --model HuggingFaceTB/SmolLM2-135M-Instruct --dataset hh_test.jsonl.gz --rows 200
-"""
+
+With --publish the claims about SETTINGS, all of which must have run in the folder, go to docs/results/claims.md."""
 
 import itertools
 import random
 from dataclasses import dataclass
 from pathlib import Path
 
+import experiments
 import peers
+import torch
 import tyro
+import verdicts
 
 from common.data import files, mixtures, progress
 from common.scoring import measures
+
+
+SETTINGS = {  # of experiments.ELSEWHERE: (folder, whether only single orders count)
+    "base, both orders": ("base_0", False),
+    "base, one order": ("base_0", True),
+    "base": ("base_0", False),
+    "detailed": ("detailed_0", False),
+    "base + thoughts": ("base_0_thoughts_1", False),
+    "base + 4 thoughts": ("base_0_thoughts_4", False),
+}
 
 
 @dataclass
@@ -26,8 +40,12 @@ class Args:
     """Number of pairs."""
     thoughts: tuple[bool, ...] = (False, True)
     """Settings of chain of thought; its rationales take most of the time."""
-    chains: int = 1
-    """Rationales per pair, whose answers are averaged (self-consistency)."""
+    preambles: tuple[str, ...] = ("base", "detailed")
+    """Settings of the preamble."""
+    examples: tuple[int, ...] = (0, 2)
+    """Settings of the number of examples in the prompt."""
+    chains: tuple[int, ...] = (1,)
+    """Settings of the rationales per pair, whose answers are averaged (self-consistency)."""
     constitution: str | None = None
     """File of principles; each question then names one of them instead of the base or detailed preamble."""
     max_new_tokens: int = 64
@@ -36,6 +54,8 @@ class Args:
     """The labeler's compute dtype; bfloat16 is faster if the processor supports it."""
     folder: str = "runs/ai_labels"
     """Folder for the runs."""
+    publish: bool = False
+    """Write docs/results/tables/ai_labels.jsonl and its rows of docs/results/claims.md."""
 
 
 def pairs_of(dataset, path):
@@ -56,20 +76,43 @@ def pairs_of(dataset, path):
     return str(path)
 
 
+def agreement(folder, one_order) -> dict[int, float]:
+    """{row: how much its label agrees with the human one: 1, 1/2 or 0}; with one_order the mean of the two orders'."""
+    found = {}
+    for row in files.read_jsonl(Path(folder) / "rows.jsonl"):
+        said = row["ai"]["orders"] if one_order else [row["preference"]]
+        found[row["row"]] = measures.accuracy([(p - 0.5) * (row["human"] - 0.5) for p in said])
+    return found
+
+
+def judge(folder) -> list[dict]:
+    """Judge the claims on the pairs that both settings labelled; each pair is a cluster."""
+    of = {name: agreement(Path(folder, path), one_order) for name, (path, one_order) in SETTINGS.items()}
+    lines = []
+    for claim in experiments.ELSEWHERE["ai_labels"]:
+        after, before = of[claim.after], of[claim.before]
+        both = [[side[row] for row in sorted(after.keys() & before.keys())] for side in (after, before)]
+        arms = torch.tensor(both, dtype=torch.float64)[:, None]  # (arms, seeds, pairs): one seed
+        weights = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+        lines.append(experiments.line_of(claim, verdicts.difference(weights, arms, arms[0]), 1))
+    return lines
+
+
 def main(args: Args):
     table = []
     Path(args.folder).mkdir(parents=True, exist_ok=True)
     dataset = pairs_of(args.dataset, Path(args.folder, "pairs.jsonl"))
-    preambles = ("principle",) if args.constitution else ("base", "detailed")
-    for thoughts, preamble, examples in itertools.product(args.thoughts, preambles, (0, 2)):
-        out = Path(args.folder, f"{preamble}_{examples}" + f"_thoughts_{args.chains}" * thoughts)
+    preambles = ("principle",) if args.constitution else args.preambles
+    chains = [n for thoughts in args.thoughts for n in (args.chains if thoughts else (0,))]
+    for n_chains, preamble, examples in itertools.product(chains, preambles, args.examples):
+        out = Path(args.folder, f"{preamble}_{examples}" + f"_thoughts_{n_chains}" * bool(n_chains))
         flags = ["label", "--model", args.model, "--dataset", dataset, "--max-rows", args.rows]
         flags += ["--examples", examples, "--compute-dtype", args.compute_dtype]
         flags += ["--constitution", args.constitution] if args.constitution else ["--preamble", preamble]
-        if thoughts:
-            flags += ["--chain-of-thought", "--chains", args.chains, "--max-new-tokens", args.max_new_tokens]
+        if n_chains:
+            flags += ["--chain-of-thought", "--chains", n_chains, "--max-new-tokens", args.max_new_tokens]
         figures = peers.tool("common.programs.ai_feedback", out, flags)
-        line = {"prompt": f"{preamble}{' + thoughts' * thoughts}, {examples} examples"}
+        line = {"prompt": f"{preamble}{f' + {n_chains} thoughts' * bool(n_chains)}, {examples} examples"}
         line |= {"alignment": measures.interval(figures, "alignment", ".1%"), "n": figures["alignment/n"]}
         line |= {"one order": f"{figures['alignment/one_order']:.1%}", "failed": figures["failed"]}
         line |= {"order decides": f"{figures['position/decides']:.0%}"}
@@ -77,6 +120,10 @@ def main(args: Args):
         table.append(line)
         print(line, flush=True)
     progress.print_table(table)
+    if args.publish:
+        lines = judge(args.folder)
+        print("\n".join(experiments.comparisons_of(lines)))
+        experiments.publish_claims("ai_labels", lines)
 
 
 if __name__ == "__main__":

@@ -119,6 +119,22 @@ def temperatures_of(folder) -> list[float]:
     return [row["sweep/temperature"] for row in versions if "sweep/temperature" in row]
 
 
+def rise_by_n(folder, curve) -> float:
+    """How much the expected largest ("max") or median score of SFT's samples rises from one sample to eight, at the
+    temperature that the sweep chose."""
+    curves = files.read_jsonl(folder / "curves.jsonl")
+    [chosen] = [row for row in curves if row["policy"] == curves[0]["policy"] and row["chosen"]]
+    return chosen[curve][7] - chosen[curve][0]
+
+
+def gained_by_both_orders(folder) -> float:
+    """How much more often a labeler agrees with people when both orders are averaged. folder: of an arm that is named
+    after the labeler (labels of `biased`)."""
+    labels = folder.parent / f"labels_{folder.name.rpartition('_')[2]}" / "summary.json"
+    summary = files.read_json(labels)
+    return summary["alignment"] - summary["alignment/one_order"]
+
+
 def temperatures(results, gain, folder) -> list[str]:
     """List the win rates over the data set's answers at both temperatures, the means over the seeds."""
     lines = ["| | T = 0 | T = 1 | lost |", "|---|---|---|---|"]

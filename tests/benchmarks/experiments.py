@@ -20,9 +20,9 @@ from typing import Literal
 
 import calibration
 import details
+import kl
 import peers
 import renewed_reward
-import scaling
 import torch
 import tyro
 import verdicts
@@ -60,7 +60,7 @@ class Claim:
     """An arm, a curve, or first, which is Group.first; for scorers, an arm."""
     row: int = 0
     """Row of docs/results/claims.md whose result and verdict this writes; 0: only a line of the group's table."""
-    says: Literal["more", "less", "no less"] = "more"
+    says: Literal["more", "less", "no less", "no more"] = "more"
     """The paper's claim about after compared with before."""
     kl: tuple[float, ...] = ()
     """Nats per response, chosen before the runs, at which two curves are compared (the mean over these)."""
@@ -234,7 +234,18 @@ GROUPS = {
             "`--temperatures 0.7 1.0 1.3`": "rejection_sampling --temperatures 0.7 1.0 1.3",
             "recipe `rest`": "rejection_sampling rest",
         },
-        claims=(Claim("the recipe", row=1), Claim("recipe `rest`", row=50)),
+        claims=(
+            Claim("the recipe", row=1),
+            Claim("recipe `rest`", row=50),
+            Claim(
+                "the recipe", row=45, column="largest score of 8 over 1, SFT", label="largest of 8 samples over 1, in score"
+            ),
+            Claim(
+                "the recipe", row=45, column="median score of 8 over 1, SFT", says="no more", margin=0.25,
+                label="median of 8 over 1",
+            ),
+        ),
+        seeds=5,
     ),
     "pool": Group(  # the same 500 prompts, 500 rows and steps in every iteration: do old responses help?
         {"pool of all iterations": pool(), "`--candidates last`": pool("--candidates last")},
@@ -699,6 +710,10 @@ GROUPS = {
             Claim(
                 "labels of `exact`", "labels of `noisy`", row=48, label="labels of `exact` over those of `noisy`"
             ),
+            Claim(
+                "labels of `biased`", row=32, column="agreement gained by both orders", label="a simulated labeler",
+                by_construction="a constant bias of the log odds cancels between the two orders",
+            ),
             Claim("ratings of `exact`", "labels of `exact`", row=31, label="true reward"),
             Claim("ratings of `exact`", "labels of `exact`", row=31, column="harmless", label="harmless"),
         ),
@@ -788,6 +803,41 @@ GROUPS = {
             ),
             Claim("Advantage Model", row=0, column="longer", margin=0.01),
         ),
+    ),  # fmt: skip
+    "expected_reward": Group(  # the Advantage Model's e(x) against the policy's responses to 200 prompts
+        {
+            "eq. 6 alone": "advantage_model --eval-every 0 --save-every 0",
+            "`--expected-reward-samples 4`": "advantage_model --eval-every 0 --save-every 0 --expected-reward-samples 4",
+        },
+        first="",
+        claims=(
+            Claim(
+                "eq. 6 alone", row=18, column="gold/expected_correlation",
+                label="correlation of e(x) with the mean true reward of the policy's responses",
+            ),
+            Claim(
+                "`--expected-reward-samples 4`", "eq. 6 alone", row=18, column="gold/expected_correlation",
+                label="with a regression on samples, over eq. 6 alone",
+            ),
+            Claim("`--expected-reward-samples 4`", "eq. 6 alone", column="expected/rmse", says="less"),
+            Claim("`--expected-reward-samples 4`", "eq. 6 alone", column="right", says="no less", margin=0.01),
+        ),
+        seeds=5,
+    ),  # fmt: skip
+    "kl": Group(  # the gradients of k3, in the reward and as a loss, against the KL's own
+        {
+            "near SFT": f"ppo {BARE} --eval-every 0",
+            "far from SFT": f"ppo {BARE} --eval-every 0 --kl-coef 0.05 --lr 3e-4 --iterations 20",
+        },
+        claims=tuple(
+            Claim(
+                f"{place} SFT", row=51, column=f"cosine of k3 {use}", says=says, margin=0.1,
+                label=f"{use}, {place} SFT",
+            )
+            for place in ("near", "far from")
+            for use, says in (("in the reward", "no more"), ("as a loss", "more"))
+        ),
+        seeds=5,
     ),  # fmt: skip
     "renewed_reward": Group(  # iterative DPO, three rounds; the reward model is trained further on new labels, or not
         {
@@ -885,6 +935,28 @@ GROUPS = {
 }
 
 
+ELSEWHERE = {  # claims that other programs judge; of which they write docs/results/tables/PROGRAM.jsonl
+    "scaling": (
+        Claim("a doubling of the pairs", row=44, column="points", margin=0.25, label="a doubling of the pairs, points"),
+        Claim("a doubling of the parameters", row=44, column="points", margin=0.25, label="of the parameters"),
+    ),
+    "ai_labels": (
+        Claim(
+            "base, both orders", "base, one order", row=32, column="agreement", margin=0.02,
+            label="SmolLM2's agreement with GPT-4, over single orders",
+        ),
+        Claim("detailed", "base", row=33, column="agreement", margin=0.02, label="detailed preamble over base"),
+        Claim(
+            "base + thoughts", "base", row=33, column="agreement", margin=0.02, label="thoughts over none, base preamble"
+        ),
+        Claim(
+            "base + 4 thoughts", "base + thoughts", row=49, column="agreement", says="no more", margin=0.02,
+            label="4 chains of thought over 1",
+        ),
+    ),
+}  # fmt: skip
+
+
 def prompts(file):
     """Write 500 prompts: with 500 per iteration, each of them returns in every iteration."""
     files.write_jsonl(file, tiny.rows("prompts", "train")[:500])
@@ -942,7 +1014,7 @@ def some_of_pools(file):
 
 def three_sizes(folder):
     for width in LABELERS.values():
-        scaling.model_of(width, 0, folder.parent)
+        peers.tiny_llama(width, 0, folder.parent)
 
 
 def half_of_each(file):
@@ -1080,9 +1152,15 @@ OF_RUN = {  # Claim.column: a number of a whole run, from its folder and its row
     "agreement with annotators": lambda folder, rows: renewed_reward.agreement(folder),
     "win rate lost from T = 0 to 1": lambda folder, rows: details.lost_by_temperature(folder),
     "rise of the temperature": lambda folder, rows: details.rise_of_temperature(folder),
+    "largest score of 8 over 1, SFT": lambda folder, rows: details.rise_by_n(folder, "max"),
+    "median score of 8 over 1, SFT": lambda folder, rows: details.rise_by_n(folder, "median"),
+    "agreement gained by both orders": lambda folder, rows: details.gained_by_both_orders(folder),
+    "cosine of k3 in the reward": lambda folder, rows: kl.cosines(folder)["k3", "reward"],
+    "cosine of k3 as a loss": lambda folder, rows: kl.cosines(folder)["k3", "loss"],
 }
 OF_ROW = ("gold", "score", "kl", "tokens", "harmless", "right", "longer")
 SHARES = ("right", "longer", "harmless", "eval/ece", "agreement with annotators", "win rate lost from T = 0 to 1")
+SHARES += ("agreement", "agreement gained by both orders")
 
 
 def prefers_longer(row) -> float:
@@ -1204,9 +1282,12 @@ def judge(name, group, seeds) -> list[dict]:
         evaluation = f"evaluate{claim.prompts or ''}"
         if evaluation not in results:
             results[evaluation] = read(name, group, seeds, evaluation)
-        x = results[evaluation].compare(claim)
-        lines.append({**asdict(claim), "seeds": seeds, "difference": x and x._asdict()})
+        lines.append(line_of(claim, results[evaluation].compare(claim), seeds))
     return lines
+
+
+def line_of(claim, x: verdicts.Difference | None, seeds) -> dict:
+    return {**asdict(claim), "seeds": seeds, "difference": x and x._asdict()}
 
 
 def verdict_of(line) -> str:

@@ -6,9 +6,10 @@ Sampled: sums over a response; bias: minus the KL over the whole vocabulary summ
 Enumerated: all responses of at most two tokens, so that all is exact; the gradient of an estimate as a reward
 (REINFORCE) and as a loss, compared with the KL's own: cosine, ratio of lengths."""
 
+import functools
 import sys
 
-import peers  # noqa: F401, it lets common be found
+import peers
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -36,7 +37,9 @@ def sampled(policy, reference, prompts):
         print(f"sampled {kind}: mean {x.mean():.3f}, deviation {x.std():.3f}, bias {bias}")
 
 
-def enumerated(policy, reference, prompts):
+def enumerated(policy, reference, prompts) -> dict[str, dict]:
+    """Of each kind: mean and deviation of the estimate, the KL, and of its gradient in the reward and as a loss the
+    cosine with the KL's gradient and the ratio of their lengths."""
     tokens, sums = torch.arange(len(TOKENIZER)), {kind: [0.0] * 4 for kind in KINDS}
     for prompt in prompts:
         rows = [prompt.ids + [token] for token in tokens.tolist()]
@@ -49,15 +52,39 @@ def enumerated(policy, reference, prompts):
             sums[kind] = [total + part.sum() for total, part in zip(sums[kind], new)]
     parameters, kl = list(policy.parameters()), sums["k1"][0]  # the mean of k1 is the KL, by its definition
     flat = lambda x: torch.cat([g.flatten() for g in torch.autograd.grad(x, parameters, retain_graph=True)])
+    found, wanted = {}, flat(kl)
     for kind, (mean, square, *uses) in sums.items():
-        print(f"enumerated {kind}: mean {mean:.4f}, deviation {(square - mean**2).sqrt():.4f}, KL {kl:.4f}")
+        found[kind] = {"mean": mean.item(), "deviation": (square - mean**2).sqrt().item(), "KL": kl.item()}
         for use, gradient in zip(("reward", "loss"), map(flat, uses)):
-            cosine, ratio = torch.cosine_similarity(gradient, flat(kl), 0), gradient.norm() / flat(kl).norm()
-            print(f"    as a {use}: cosine {cosine:+.3f}, length {ratio:.3f}")
+            cosine, ratio = torch.cosine_similarity(gradient, wanted, 0), gradient.norm() / wanted.norm()
+            found[kind][use] = cosine.item(), ratio.item()
+    return found
 
 
-prompts = prompt_sets.load_prompts("tiny", "test", TOKENIZER, max_tokens=96)
-for name in sys.argv[1:]:
-    policy, reference = (AutoModelForCausalLM.from_pretrained(f"{run}/model") for run in (name, "runs/sft"))
-    sampled(policy, reference, prompts)
-    enumerated(policy, reference, prompts[:20])
+def models(run):
+    """The policy of a run, the policy it is compared with, and 1,000 held-out prompts."""
+    names = (f"{run}/model", f"{peers.ROOT}/runs/sft/model")
+    prompts = prompt_sets.load_prompts("tiny", "test", TOKENIZER, max_tokens=96)
+    return *map(AutoModelForCausalLM.from_pretrained, names), prompts
+
+
+@functools.cache
+def cosines(run) -> dict[tuple[str, str], float]:
+    """{(kind, "reward" or "loss"): cosine of its gradient with the KL's}, for the policy of a run."""
+    *pair, prompts = models(run)
+    found = enumerated(*pair, prompts[:20])
+    return {(kind, use): of_kind[use][0] for kind, of_kind in found.items() for use in ("reward", "loss")}
+
+
+def main():
+    for run in sys.argv[1:]:
+        *pair, prompts = models(run)
+        sampled(*pair, prompts)
+        for kind, of_kind in enumerated(*pair, prompts[:20]).items():
+            print(f"enumerated {kind}: " + ", ".join(f"{key} {of_kind[key]:.4f}" for key in ("mean", "deviation", "KL")))
+            for use in ("reward", "loss"):
+                print("    as a {}: cosine {:+.3f}, length {:.3f}".format(use, *of_kind[use]))
+
+
+if __name__ == "__main__":
+    main()

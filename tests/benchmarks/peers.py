@@ -37,6 +37,27 @@ def llama(hidden, layers, heads, vocabulary, positions, **more):
     )  # fmt: skip
 
 
+def tiny_llama(width, seed, folder) -> tuple[str, int]:
+    """The folder of a random Llama of this width, and its number of parameters."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from common.data import tiny
+
+    config = tiny.model().config
+    config.hidden_size = width
+    config.intermediate_size = width * 11 // 4
+    config.num_attention_heads = config.num_key_value_heads = max(1, width // 32)
+    config.head_dim = width // config.num_attention_heads
+    config.initializer_range = 0.9 / math.sqrt(width)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    path = f"{folder}/models/{width}_{seed}"
+    model.save_pretrained(path)
+    tiny.tokenizer().save_pretrained(path)
+    return path, model.num_parameters()
+
+
 def make_models(tokenizer, folder):
     """`folder`/policy and `folder`/reward: Llamas of hidden size 256 and 6 layers. The end token's row of the
     unembedding points along the mean hidden state, so that its logit is about the same everywhere:

@@ -10,7 +10,8 @@ run takes at most 400 optimiser steps and at most 20 passes over its pairs, and 
 that runs with few pairs are not judged where they overfit. (This flatters every run a little, by the same rule.)
 
 A slope is that of a least-squares line of accuracy against log2 of the number of pairs, or of parameters, over all
-settings of the other one; its interval is Student's over the seeds' slopes."""
+settings of the other one; its interval is Student's over the seeds' slopes. With --publish the claims of these slopes
+go to docs/results/claims.md."""
 
 import math
 import statistics
@@ -18,10 +19,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import peers  # noqa: F401, it lets common be found
+import experiments
+import peers
 import torch
 import tyro
-from transformers import LlamaForCausalLM
+import verdicts
 
 import reward
 from common.data import files, tiny
@@ -29,7 +31,6 @@ from common.run import plots
 
 PAIRS = (200, 400, 800, 1600, 3200, 6400)
 WIDTHS = (16, 32, 64, 128)  # of the hidden states: three layers, the tiny model's proportions
-T_TWO = 4.303  # 97.5 % quantile of Student's t with two degrees of freedom: three seeds
 
 
 @dataclass
@@ -38,27 +39,13 @@ class Args:
     """directory of the runs and of results.jsonl; runs that are there are not made again"""
     report_only: bool = False
     """print the table and draw the picture of the runs that are there"""
-
-
-def model_of(width, seed, folder) -> tuple[str, int]:
-    """The folder of a random Llama of this width, and its number of parameters."""
-    config = tiny.model().config
-    config.hidden_size = width
-    config.intermediate_size = width * 11 // 4
-    config.num_attention_heads = config.num_key_value_heads = max(1, width // 32)
-    config.head_dim = width // config.num_attention_heads
-    config.initializer_range = 0.9 / math.sqrt(width)
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
-    path = f"{folder}/models/{width}_{seed}"
-    model.save_pretrained(path)
-    tiny.tokenizer().save_pretrained(path)
-    return path, model.num_parameters()
+    publish: bool = False
+    """write docs/results/tables/scaling.jsonl and its row of docs/results/claims.md"""
 
 
 def run(n, width, seed, folder) -> dict:
     """Train a reward model and return its accuracy at the evaluation of least held-out loss, after the first."""
-    path, n_parameters = model_of(width, seed, folder)
+    path, n_parameters = peers.tiny_llama(width, seed, folder)
     data = f"{folder}/pairs_{n}_{seed}.jsonl"
     files.write_jsonl(data, tiny.rows("preferences", "train", seed)[:n])
     steps = min(400, 20 * n // 32)
@@ -91,6 +78,18 @@ def slope(rows, column) -> float:
     return top / bottom
 
 
+def slopes(rows) -> dict[str, verdicts.Difference]:
+    """The slope of each column over the seeds."""
+    seeds = sorted({row["seed"] for row in rows})
+    of_seed = lambda seed, column: slope([row for row in rows if row["seed"] == seed], column)
+    one = torch.ones(1, len(seeds), dtype=torch.float64)
+    found = {}
+    for column in ("pairs", "parameters"):
+        of_seeds = torch.tensor([[[of_seed(seed, column)] for seed in seeds]], dtype=torch.float64)
+        found[column] = verdicts.difference(one, of_seeds, torch.zeros_like(of_seeds[0]))
+    return found
+
+
 def report(rows, folder):
     widths = sorted({(row["width"], row["parameters"]) for row in rows})
     print("pairs".ljust(8), *(f"{n:>9,} par." for _, n in widths))
@@ -100,13 +99,9 @@ def report(rows, folder):
             values = [100 * row["eval/accuracy"] for row in rows if (row["pairs"], row["width"]) == (n, width)]
             cells.append(f"{statistics.fmean(values):14.1f}" if values else f"{'-':>14}")
         print(f"{n:<8}", *cells)
-    seeds = sorted({row["seed"] for row in rows})
-    for column in ("pairs", "parameters"):
-        slopes = [slope([row for row in rows if row["seed"] == seed], column) for seed in seeds]
-        half = T_TWO * statistics.stdev(slopes) / math.sqrt(len(slopes)) if len(slopes) == 3 else math.nan
-        mean = statistics.fmean(slopes)
-        each = ", ".join(f"{x:.2f}" for x in slopes)
-        print(f"a doubling of the {column}: {mean:+.2f} points [{mean - half:.2f}, {mean + half:.2f}] ({each})")
+    for column, x in slopes(rows).items():
+        each = ", ".join(f"{of_seed:.2f}" for of_seed in x.by_seed)
+        print(f"a doubling of the {column}: {x.mean:+.2f} points [{x.low:.2f}, {x.high:.2f}] ({each})")
     drawing, [axis] = plots.figure(1, (5.8, 3.8))
     ends = []
     for width, n in widths:
@@ -144,6 +139,10 @@ def main(args: Args):
             files.append_jsonl(path, rows[-1:])
             print(rows[-1], file=sys.stderr, flush=True)
     report(rows, args.folder)
+    if args.publish:
+        claims, found = experiments.ELSEWHERE["scaling"], slopes(rows).values()
+        lines = [experiments.line_of(claim, x, len(x.by_seed)) for claim, x in zip(claims, found, strict=True)]
+        experiments.publish_claims("scaling", lines)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,9 @@ def at_kl(kl: torch.Tensor, x: float) -> torch.Tensor | None:
 
 def verdict(low: float, high: float, says: str, margin: float) -> str:
     """One of VERDICTS on a claim, from the interval of the difference. says: "more", "less", or "no less",
-    which holds if the interval is above -margin."""
+    which holds if the interval is above -margin, or "no more", if it is below margin."""
+    if says == "no more":
+        return verdict(-high, -low, "no less", margin)
     if says == "no less":
         return "holds" if low > -margin else "opposite" if high < -margin else "inconclusive"
     if low > 0 or high < 0:
