@@ -6,6 +6,8 @@ import functools
 import math
 import random
 import re
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import gold_labeler
@@ -1059,7 +1061,12 @@ def test_a_killed_run_resumes_to_the_same_rows(pairs, tmp_path):
     # A second crash, after three more chunks: they do not hang on to the cut line
     assert script(folder, pairs, model="gold_labeler:dying", resume=True, **options).code == 9
     assert (folder / "rows.jsonl").read_text() == "".join(whole.text.splitlines(keepends=True)[:36])
-    found = run(folder, pairs, model="gold_labeler:noisy", resume=True, **options)
+    changed, moved = tmp_path / "changed.jsonl", tmp_path / "moved.jsonl"
+    changed.write_text("".join(Path(pairs).read_text().splitlines(keepends=True)[::-1]))
+    with pytest.raises(InputError, match="content of --dataset"):
+        run(folder, changed, model="gold_labeler:noisy", resume=True, **options)
+    shutil.copy(pairs, moved)  # the same rows elsewhere are the same input
+    found = run(folder, moved, model="gold_labeler:noisy", resume=True, **options)
     assert found.text == whole.text and found.summary == whole.summary and found.failed == whole.failed == []
 
 

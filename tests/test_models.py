@@ -1042,6 +1042,17 @@ def test_slots_without_an_accelerator_are_16_unless_a_number_is_given(capsys):
         assert args.slots == slots and capsys.readouterr().out == ""
 
 
+def test_copies_of_a_model_do_not_share_adamws_moments(monkeypatch):
+    """Two copies on four ranks each: 65 GB free - 8 in reserve - 32 / 4 of moments - 16 of the copy: 120 slots of 0.273
+    GB. If all eight ranks shared the moments, 135 would fit."""
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (65 * 10**9, 80 * 10**9))
+    for name, value in {"world_size": lambda: 8, "shard_size": 4, "gather": lambda x: x}.items():
+        monkeypatch.setattr(checks.dist, name, value)
+    args = types.SimpleNamespace(slots=None, max_length=2048)
+    checks.fit_slots(args, [gpu_policy()])
+    assert args.slots == 64
+
+
 def test_frozen_weights_in_the_compute_dtype_are_not_copied_to_sample(monkeypatch):
     """84 GB free - 8 in reserve - 32 of moments - 8 of the copy: 132 slots of 0.273 GB. A copy of all: 102."""
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (84 * 10**9, 80 * 10**9))

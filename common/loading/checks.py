@@ -126,7 +126,7 @@ def fit_slots(args, learning):
     free, total = torch.accelerator.get_memory_info(policy.device)
     n_learning = sum(p.numel() for model in learning for p in model.parameters() if p.requires_grad)
     copied = [p.numel() for p in policy.parameters() if dist.is_sharded(policy) or p.dtype != dtype]
-    room = free - total / 10 - 8 * n_learning / dist.world_size()
+    room = free - total / 10 - 8 * n_learning / (dist.shard_size or dist.world_size())
     room -= dtype.itemsize * sum(copied) / dist.ranks_per_copy
     fitting = min(dist.gather([max(1, int(room / slot))]))
     if args.slots is None:

@@ -587,7 +587,7 @@ def main(args: Args):
     labelers = {name: load_labeler(name, run.device, args) for name in names}
     # An old run in output_dir is replaced only now that data and models are loaded. A resumed run needs the
     # same --dataset, because rows are identified by their numbers in it
-    start_run(args, run.stage, run.status, args.dataset)
+    start_run(args, run.stage, run.status)
 
     # rows of an earlier, unfinished run
     path = run.folder / "rows.jsonl"
