@@ -9,6 +9,7 @@ import json
 import math
 import unicodedata
 import zlib
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy
@@ -184,11 +185,16 @@ def make_blocks(documents, max_length, packing=True, multiple=0, share_prompt=Fa
         trees = [[document] for document in documents]
     lengths = list(map(n_tokens, trees))
     packed = pack_evenly(lengths, max_length, multiple) if multiple else pack(lengths, max_length)
-    return [[document for i in block for document in trees[i]] for block in packed]
+    return _blocks_of(trees, packed)
+
+
+def _blocks_of(trees, packed) -> list[list[Document]]:
+    """Return the documents of each row. packed: the indices of its trees."""
+    return [[document for i in row for document in trees[i]] for row in packed]
 
 
 class Batch(NamedTuple):
-    """Rows of packed documents, on the model's device."""
+    """Rows of packed documents, on the model's device. A batch of comparisons has a document per response."""
 
     input_ids: torch.Tensor  # (B, T)
     position_ids: torch.Tensor  # (B, T), 0 at the first token of each document
@@ -197,11 +203,17 @@ class Batch(NamedTuple):
     sources: torch.Tensor  # the same, unless a prompt is shared: (2, n), the token before each response token
     documents: list[Document]  # in the order of their rows and columns
     attention_mask: torch.Tensor | None = None  # (B, 1, T, T) bool, if a prompt is shared: tree_mask
+    # Of a batch of comparisons only:
+    comparisons: list = ()
+    sizes: list[int] = ()  # responses of each comparison, including samples
+    response_ends: torch.Tensor | None = None  # (2, n_responses), row and column of the last token of each
+    prompt_ends: torch.Tensor | None = None  # (2, n_comparisons), of each prompt's last token
 
 
-def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
+def collate(blocks: list[list[Document]], pad_id: int, device="cpu", masked=False) -> Batch:
     """Make a batch with one row per block, right-padded to the longest block.
 
+    masked: make an attention mask even if no prompt is shared.
     Without blocks it is one row that has no loss, for a rank with nothing left to do: all ranks must run the
     same number of forwards."""
     width = max(map(n_tokens, blocks), default=2)
@@ -229,7 +241,8 @@ def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
     token_indices = mask.nonzero().T  # on a GPU, nonzero would wait for its queue
     sources = torch.stack([token_indices[0], before[:, 1:][mask]])
     tensors = (input_ids, position_ids, mask, token_indices, sources)
-    attention_mask = tree_mask(tree, branch, device) if any(d.shared for d in documents) else None
+    masked = masked or any(document.shared for document in documents)
+    attention_mask = tree_mask(tree, branch, device) if masked else None
     return Batch(*(to_device(x, device) for x in tensors), documents, attention_mask)
 
 
@@ -299,66 +312,43 @@ def labelled_pairs(comparison) -> list[tuple[int, int]]:
 
 
 # -- comparisons -> batches ------------------------------------------------------------------------
-class ComparisonBatch(NamedTuple):
-    """Comparisons as rows, on the model's device."""
-
-    input_ids: torch.Tensor  # (B, T)
-    position_ids: torch.Tensor  # (B, T)
-    attention_mask: torch.Tensor | None  # (B, 1, T, T) bool, True if a query may attend; None: causal
-    prompt_ends: torch.Tensor  # (2, n_comparisons), row and column of each prompt's last token
-    response_ends: torch.Tensor  # (2, n_responses), of each response's last token, by comparison
-    sizes: list[int]  # responses of each comparison, including samples
-    comparisons: list[Comparison]
-
-
 def my_comparison_batches(comparisons, model, micro_batch_size, share_prompt):
     """Yield this rank's share of the comparisons (dist.my_batches) as batches for `model`."""
     for share in dist.my_batches(comparisons, micro_batch_size, lambda c: c.n_tokens):
         yield collate_comparisons(share, model.config.pad_token_id, share_prompt, model.device)
 
 
-def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu") -> ComparisonBatch:
-    """Make a batch of comparisons.
+def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu") -> Batch:
+    """Make a batch of comparisons, in which each response is a document.
 
     share_prompt: True packs trees, a prompt with all its responses, into rows of at most
       max(ROW, longest tree) tokens. False makes one row per response, for models without support for this.
     Without comparisons the batch is one row of padding, where no output is read."""
-    trees = []  # (index of the comparison, [prompt ids, response ids, ...])
-    for i, c in enumerate(comparisons):
-        responses = [*c.response_ids, *c.samples]
-        rows = [responses] if share_prompt else [[ids] for ids in responses]
-        trees += [(i, [c.prompt_ids, *row]) for row in rows]
-    lengths = [sum(map(len, pieces)) for _, pieces in trees]
+    trees = []
+    sizes = [len(c.response_ids) + len(c.samples) for c in comparisons]
+    firsts = list(accumulate(sizes, initial=0))[:-1]  # number of each comparison's first response
+    for c, first in zip(comparisons, firsts):
+        tree = []
+        for number, response in enumerate([*c.response_ids, *c.samples], first):
+            ids = torch.cat([c.prompt_ids, response])
+            mask = torch.arange(len(ids)) >= len(c.prompt_ids)
+            shared = len(c.prompt_ids) if tree and share_prompt else 0
+            tree.append(Document(ids, mask, c.prompt, c.row, number, shared=shared))
+        trees += [tree] if share_prompt else [[document] for document in tree]
+    lengths = list(map(n_tokens, trees))
     # Longer rows pack tighter, at little cost in attention
     rows = pack(lengths, max([ROW, *lengths])) if share_prompt else [[i] for i in range(len(trees))]
-    row_length = lambda row: sum(lengths[i] for i in row)
-    width = max(map(row_length, rows), default=2)
-    input_ids = torch.full((max(1, len(rows)), width), pad_id)
-    position_ids, tree, branch = (torch.zeros_like(input_ids) for _ in range(3))
-    # (row, column) of the last token of the prompt, in the first row that has it, and of each response
-    ends = [[] for _ in comparisons]
-    for row, places in enumerate(rows):
-        column = 0
-        for number, (i, pieces) in enumerate((trees[place] for place in places), 1):
-            for piece, ids in enumerate(pieces):
-                start = len(pieces[0]) if piece else 0
-                here = slice(column, column + len(ids))
-                input_ids[row, here] = ids
-                position_ids[row, here] = torch.arange(start, start + len(ids))
-                tree[row, here], branch[row, here] = number, piece
-                column += len(ids)
-                if piece or not ends[i]:
-                    ends[i].append((row, column - 1))
-    mask = tree_mask(tree, branch, device) if share_prompt else None
-    if not share_prompt:  # continue over padding: to transformers a decrease in position starts a document
-        position_ids = torch.arange(width).expand_as(input_ids).clone()
-    prompt_ends = torch.tensor([end[0] for end in ends], dtype=torch.long).reshape(-1, 2).T
-    response_ends = [place for end in ends for place in end[1:]]
-    response_ends = torch.tensor(response_ends, dtype=torch.long).reshape(-1, 2).T
-    tensors = (input_ids, position_ids, prompt_ends, response_ends)
-    input_ids, position_ids, prompt_ends, response_ends = (to_device(x, device) for x in tensors)
-    sizes = [len(c.response_ids) + len(c.samples) for c in comparisons]
-    return ComparisonBatch(input_ids, position_ids, mask, prompt_ends, response_ends, sizes, comparisons)
+    batch = collate(_blocks_of(trees, rows), pad_id, device, masked=share_prompt)
+
+    # Places in token_indices, where the responses stand in the order of the rows
+    n_tokens_of = torch.tensor([n_response_tokens([[x]]) for x in batch.documents], dtype=torch.long)
+    order = torch.tensor([document.number for document in batch.documents], dtype=torch.long).argsort()
+    end = n_tokens_of.cumsum(0)
+    last_tokens = to_device((end - 1)[order], device)
+    first_tokens = to_device((end - n_tokens_of)[order][firsts], device)
+    rows, columns = batch.token_indices[:, last_tokens]  # the token before the last one
+    ends = {"response_ends": torch.stack([rows, columns + 1]), "prompt_ends": batch.sources[:, first_tokens]}
+    return batch._replace(comparisons=comparisons, sizes=sizes, **ends)
 
 
 @torch.no_grad()

@@ -6,8 +6,7 @@ The functions for log probabilities (nats):
     logprobs             each response token of a Batch, (B, T-1): SFT, rejection sampling, PPO
     token_logprobs       the same from ids and masks; logprobs calls it as a method of the model
     per_token            log probabilities or values of a whole rollout, (B, R), on every rank, no gradient
-    response_logprobs    each response of a ComparisonBatch, (n_responses,), prompts shared: DPO
-    logprobs_at          selected tokens; response_logprobs calls it as a method of the model
+    response_logprobs    each response of a batch of comparisons, (n_responses,), prompts shared: DPO
     next_token_logprobs  the whole vocabulary after selected tokens, (n, V): an AI annotator's A or B
     nll_of_each          negative log likelihood of each document, per response token: evaluation
 """
@@ -105,20 +104,6 @@ def per_token(forward, model, plan, micro_batch_size) -> list[torch.Tensor]:
             torch.distributed.all_reduce(result)
         results.append(result)
     return results
-
-
-def logprobs_at(model, input_ids, token_indices, targets, position_ids=None, attention_mask=None):
-    """Compute the log probability of target tokens, in rows whose responses share a prompt.
-
-    Call it as a method, like token_logprobs.
-    input_ids: (B, T).
-    token_indices: (2, n), row and column of the token whose hidden state predicts each target. (The token
-      before a response's first one is the last token of the prompt.)
-    targets: (n,) token ids. position_ids, attention_mask: see head_outputs.
-    Returns (n,), fp32, nats."""
-    with _computing(model, input_ids):
-        hidden = _last_hidden(model, input_ids, position_ids, attention_mask)
-        return _unembed(model, hidden[token_indices[0], token_indices[1]], targets)[0]
 
 
 def _last_hidden(model, input_ids, position_ids=None, attention_mask=None):
@@ -315,7 +300,7 @@ def head_outputs(model, input_ids, token_indices, position_ids=None, attention_m
 
 
 def rewards_and_expected(model, batch):
-    """Compute an advantage model's two outputs on a batches.ComparisonBatch.
+    """Compute an advantage model's two outputs on a batch of comparisons.
 
     Returns (rewards, expected). rewards: (n_responses,), r at the end of each response. expected:
     (n_comparisons,), the second output, e, at the end of each prompt."""
@@ -326,7 +311,7 @@ def rewards_and_expected(model, batch):
 
 
 def scores_of(model, batch):
-    """Compute the score of each response of a batches.ComparisonBatch, (responses,).
+    """Compute the score of each response of a batch of comparisons, (responses,).
 
     A reward model gives r(x, y), an advantage model a(x, y) (arXiv:2309.10202, eq. 8). Ratios to other
     policies are unknown here and taken as 1."""
@@ -350,23 +335,11 @@ def state_values(model, batch):
 
 
 def response_logprobs(model, batch) -> torch.Tensor:
-    """Compute log pi(y | x), summed over the tokens of y, for each response of a batches.ComparisonBatch.
+    """Compute log pi(y | x), summed over the tokens of y, for each response of a batch of comparisons.
 
     Returns (n_responses,), nats, in the order of the comparisons; gradient flows."""
-    none = torch.zeros(0, dtype=torch.long)  # torch.cat fails on an empty list
-    texts = [ids for c in batch.comparisons for ids in (*c.response_ids, *c.samples)]
-    sizes = torch.tensor(batch.sizes, dtype=torch.long)
-    lengths = torch.tensor([len(ids) for ids in texts], dtype=torch.long)
-    owner = torch.arange(len(lengths)).repeat_interleave(lengths)  # each token's response
-    prompt = torch.arange(len(sizes)).repeat_interleave(sizes)  # each response's comparison
-    within = torch.cat([none, *(torch.arange(len(ids)) for ids in texts)])  # index within its response
-    on_cpu = torch.cat([none, *texts]), within, owner, prompt, lengths
-    targets, within, owner, prompt, lengths = (to_device(x, batch.input_ids.device) for x in on_cpu)
-    rows, ends = batch.response_ends
-    before = batch.prompt_ends[1][prompt]
-    # A response's first token is predicted by the prompt's last token, which other responses may separate
-    # from it
-    columns = torch.where(within == 0, before[owner], (ends - lengths)[owner] + within)
-    sources = torch.stack([rows[owner], columns])
-    logprobs = model.logprobs_at(batch.input_ids, sources, targets, batch.position_ids, batch.attention_mask)
-    return logprobs.new_zeros(len(lengths)).index_add(0, owner, logprobs)
+    of_tokens = logprobs(model, batch)[tuple(batch.token_indices)]
+    sizes = [batches.n_response_tokens([[document]]) for document in batch.documents]
+    owners = [document.number for document, n in zip(batch.documents, sizes) for _ in range(n)]
+    owners = to_device(torch.tensor(owners, dtype=torch.long), of_tokens.device)  # each token's response
+    return of_tokens.new_zeros(len(sizes)).index_add(0, owners, of_tokens)

@@ -386,7 +386,7 @@ def test_one_mask_is_kept_for_all_layers_and_changes_no_gradient(batch, forward,
         model = transformers.AutoModelForCausalLM.from_config(config).train()
     else:
         model = small(kind)
-    models.with_methods(model, (models.token_logprobs, models.logprobs_at)).compute_dtype = dtype
+    models.with_methods(model, [models.token_logprobs]).compute_dtype = dtype
     call = lambda model: forward(model, batch)
     loss, grads, kept = trained(model, call)
     with monkeypatch.context() as patch:

@@ -32,7 +32,7 @@ def load(kind=LlamaForCausalLM, n_outputs=1):
         vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=64, pad_token_id=0, eos_token_id=1, num_labels=n_outputs,
     )
-    methods = (models.token_logprobs, models.logprobs_at) if kind is LlamaForCausalLM else (models.head_outputs,)
+    methods = [models.token_logprobs if kind is LlamaForCausalLM else models.head_outputs]
     return dist.shard(models.with_methods(kind(config), methods), device)
 
 

@@ -642,18 +642,23 @@ def test_the_unembedding_is_cast_to_fp32_in_pieces(rows, monkeypatch):
         assert head.bias is None or (got - (hidden @ head.weight.float().T).log_softmax(-1)).abs().max() > 0.1
 
 
-# -- logprobs_at -------------------------------------------------------------------------------
+# -- chunks of the unembedding -----------------------------------------------------------------
+def logprobs_at(model, input_ids, token_indices, targets):
+    hidden = models._last_hidden(model, input_ids)
+    return models._unembed(model, hidden[tuple(token_indices)], targets)[0]
+
+
 PLACES = torch.tensor([[0, 3, 0, 1, 3, 3, 1], [0, 10, 7, 4, 10, 11, 4]])  # in any order, some twice
 TARGETS = torch.tensor([5, 60, 17, 0, 8, 33, 0])
 
 
 @pytest.mark.parametrize("places_in_memory", [1, 3, 1000])
 @torch.no_grad()
-def test_logprobs_at_places_equal_those_of_the_full_logits(model, rows, places_in_memory, monkeypatch):
+def test_logprobs_at_any_places_equal_those_of_the_full_logits(model, rows, places_in_memory, monkeypatch):
     monkeypatch.setattr(models, "LOGITS_IN_MEMORY", places_in_memory * V + V // 2)
     full = model(input_ids=rows[0]).logits.double().log_softmax(-1)
     expected = full[PLACES[0], PLACES[1], TARGETS].float()
-    got = models.logprobs_at(model, rows[0], PLACES, TARGETS)
+    got = logprobs_at(model, rows[0], PLACES, TARGETS)
     assert got.shape == (7,) and got.dtype == torch.float32
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
     # wrong variants: rows and columns exchanged, the place before, another target
@@ -671,20 +676,20 @@ def test_many_chunks_are_recomputed_in_backward_and_a_few_are_kept(rows, monkeyp
         monkeypatch.setattr(models, "LOGITS_IN_MEMORY", places_in_memory * V)
         monkeypatch.setattr(models, "CHUNKS_KEPT", chunks_kept)
         seen.clear()
-        logprobs = models.logprobs_at(model, rows[0], PLACES, TARGETS)
+        logprobs = logprobs_at(model, rows[0], PLACES, TARGETS)
         assert seen == forward
         grads[runs, places_in_memory] = torch.autograd.grad(logprobs.sum(), list(model.parameters()))
         assert sorted(seen) == sorted(forward * runs)
         with torch.no_grad():
             seen.clear()
-            models.logprobs_at(model, rows[0], PLACES, TARGETS)
+            logprobs_at(model, rows[0], PLACES, TARGETS)
         assert seen == forward
     assert all(map(torch.equal, grads[1, 2], grads[2, 2])) and grads[1, 2][0].any()
 
 
 def test_an_empty_selection_still_connects_every_parameter(model, rows):
     model.zero_grad()
-    logprobs = models.logprobs_at(model, rows[0], PLACES[:, :0], TARGETS[:0])
+    logprobs = logprobs_at(model, rows[0], PLACES[:, :0], TARGETS[:0])
     assert logprobs.shape == (0,) and logprobs.dtype == torch.float32
     logprobs.sum().backward()
     for name, parameter in model.named_parameters():

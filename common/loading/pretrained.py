@@ -130,8 +130,8 @@ def _end_of_turn(tokenizer, name, given=None) -> int:
 def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank=0):
     """Load a causal language model in fp32, without dropout, and ready to train.
 
-    It has the methods `token_logprobs` and `logprobs_at`. Rank 0 reads the weights; other ranks get a model
-    on the "meta" device: pass it to dist.shard next. For a multimodal model, its text part is loaded.
+    It has the method `token_logprobs`. Rank 0 reads the weights; other ranks get a model on the "meta" device:
+    pass it to dist.shard next. For a multimodal model, its text part is loaded.
 
     seed: seed of the random weights of `tiny`, and of the adapters.
     lora_rank: rank of the LoRA adapters, which are trained instead of the weights; 0: no adapters."""
@@ -147,9 +147,8 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank
     sampling.eos_token_id = [end, *more] if more else end
     if any(getattr(sampling, key, None) is not None for key in ("temperature", "top_p", "top_k")):
         sampling.do_sample = True  # without it transformers refuses to save the model, hours from now
-    methods = (models.token_logprobs, models.logprobs_at)
     n_rows = len(model.get_input_embeddings().weight)
-    model = _ready(model, tokenizer, methods, gradient_checkpointing)
+    model = _ready(model, tokenizer, [models.token_logprobs], gradient_checkpointing)
     if lora_rank and dist.is_main():
         _check_rows(model, tokenizer, n_rows, name)
     return lora.attach(model, lora_rank, seed) if lora_rank else model
