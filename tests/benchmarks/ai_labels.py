@@ -55,7 +55,7 @@ class Args:
     folder: str = "runs/ai_labels"
     """Folder for the runs."""
     publish: bool = False
-    """Write docs/results/tables/ai_labels.jsonl and its rows of docs/results/claims.md."""
+    """Write docs/results/tables/ai_labels.md and .jsonl, docs/results/real_models.md and its rows of claims.md."""
 
 
 def pairs_of(dataset, path):
@@ -122,7 +122,8 @@ def main(args: Args):
     progress.print_table(table)
     if args.publish:
         lines = judge(args.folder)
-        print("\n".join(experiments.comparisons_of(lines)))
+        commit = files.read_json(Path(args.folder, "base_0", "args.json"))["git"][:7]
+        experiments.publish("ai_labels", [*experiments.comparisons_of(lines), "", f"Measured at {commit}."])
         experiments.publish_claims("ai_labels", lines)
 
 
