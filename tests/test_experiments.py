@@ -182,6 +182,9 @@ def test_claims_of_a_group_reach_the_page(experiments, tmp_path, monkeypatch):
     assert "old | old" not in page.read_text() and "<!-- claim 99 -->old<!-- end -->" in page.read_text()
     assert experiments.cells_of(7, "", tmp_path).endswith(" | at 1 nat: holds; at 9: inconclusive")
     assert experiments.cells_of(8, "", tmp_path).endswith(" | holds")
+    certain = experiments.Claim("bad, `--kl-coef 1`", row=8, label="other", by_construction="it must")
+    monkeypatch.setitem(experiments.GROUPS, "unmeasured", experiments.Group({}, (certain,)))
+    assert experiments.cells_of(8, "", tmp_path).endswith(" | holds; other: true by construction: it must")
 
 
 def test_a_group_starts_with_only_the_runs_that_it_names(experiments):

@@ -1330,19 +1330,21 @@ def comparisons_of(lines) -> list[str]:
 
 def cells_of(row, shown, root=peers.ROOT) -> str:
     """Return result and verdict of a row of docs/results/claims.md, from all files of docs/results/tables. If no file
-    has the row, return its cells `shown` unchanged, except for the verdict of a claim true by construction."""
+    has the row, return its cells `shown` unchanged, except for the verdict of a claim true by construction. Such a
+    claim needs no line in a file."""
     lines = []
     for file in sorted(Path(root, "docs", "results", "tables").glob("*.jsonl")):
         lines += [line for line in files.read_jsonl(file) if line["row"] == row]
+    measured = [line["label"] for line in lines]
+    claims = [asdict(claim) for group in GROUPS.values() for claim in group.claims if claim.row == row]
+    certain = [line for line in claims if line["by_construction"] and line["label"] not in measured]
     if not lines:
-        result = shown.split(" | ")[0]
-        claims = [claim for group in GROUPS.values() for claim in group.claims if claim.row == row]
-        certain = [verdict_of(asdict(claim)) for claim in claims if claim.by_construction]
-        return f"{result} | {certain[0]}" if certain else shown
+        return f"{shown.split(' | ')[0]} | {verdict_of(certain[0])}" if certain else shown
     labelled = lambda line, text: f"{line['label']}: {text}" if line["label"] else text
-    found = [labelled(line, verdict_of(line)) for line in lines]
-    if len(set(map(verdict_of, lines))) == 1:
-        found = [verdict_of(lines[0])]
+    judged = [*lines, *certain]
+    found = [labelled(line, verdict_of(line)) for line in judged]
+    if len(set(map(verdict_of, judged))) == 1:
+        found = [verdict_of(judged[0])]
     return "; ".join(labelled(line, result_of(line)) for line in lines) + " | " + "; ".join(found)
 
 
