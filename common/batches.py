@@ -96,15 +96,15 @@ def response_mask(documents: list[Document]) -> torch.Tensor:
     """Make a (B, R) mask. Row i is True in its first columns, one for each response token of document i.
 
     R is the number of tokens of the longest response."""
-    lengths = torch.tensor([n_response_tokens([[document]]) for document in documents])
+    lengths = torch.tensor(response_sizes(documents))
     return torch.arange(int(lengths.max())) < lengths[:, None]
 
 
 def response_lengths(batch) -> torch.Tensor:
     """Return (B, T-1): at each response token of a batch, the length of its response; 1 elsewhere."""
-    lengths = [n_response_tokens([[document]]) for document in batch.documents]
     mask = batch.action_mask
-    of_token = to_device(torch.tensor([float(n) for n in lengths for _ in range(n)]), mask.device)
+    lengths = [float(n) for n in response_sizes(batch.documents) for _ in range(n)]
+    of_token = to_device(torch.tensor(lengths), mask.device)
     return torch.ones(mask.shape, device=mask.device).masked_scatter(mask, of_token)
 
 
@@ -116,6 +116,11 @@ def split(items: list, size: int) -> list[list]:
 def n_response_tokens(blocks: list[list[Document]]) -> int:
     """Count the tokens that have a loss. A document's first token never has one: nothing predicts it."""
     return sum(int(document.response_mask[1:].sum()) for block in blocks for document in block)
+
+
+def response_sizes(documents: list[Document]) -> list[int]:
+    """List the number of tokens of each document that have a loss."""
+    return [n_response_tokens([[document]]) for document in documents]
 
 
 # -- batches ---------------------------------------------------------------------------------------
@@ -241,8 +246,7 @@ def collate(blocks: list[list[Document]], pad_id: int, device="cpu", masked=Fals
     token_indices = mask.nonzero().T  # on a GPU, nonzero would wait for its queue
     sources = torch.stack([token_indices[0], before[:, 1:][mask]])
     tensors = (input_ids, position_ids, mask, token_indices, sources)
-    masked = masked or any(document.shared for document in documents)
-    attention_mask = tree_mask(tree, branch, device) if masked else None
+    attention_mask = tree_mask(tree, branch, device) if masked or any(d.shared for d in documents) else None
     return Batch(*(to_device(x, device) for x in tensors), documents, attention_mask)
 
 
@@ -341,7 +345,7 @@ def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu
     batch = collate(_blocks_of(trees, rows), pad_id, device, masked=share_prompt)
 
     # Places in token_indices, where the responses stand in the order of the rows
-    n_tokens_of = torch.tensor([n_response_tokens([[x]]) for x in batch.documents], dtype=torch.long)
+    n_tokens_of = torch.tensor(response_sizes(batch.documents), dtype=torch.long)
     order = torch.tensor([document.number for document in batch.documents], dtype=torch.long).argsort()
     end = n_tokens_of.cumsum(0)
     last_tokens = to_device((end - 1)[order], device)

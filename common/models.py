@@ -241,8 +241,7 @@ def nll_of_each(model, blocks, micro_batch_size) -> list[float]:
     place = {id(document): i for i, document in enumerate(documents)}
     for batch in batches.my_micro_batches(blocks, model, micro_batch_size):
         of_tokens = logprobs(model, batch)[tuple(batch.token_indices)].float().cpu().double()
-        sizes = [batches.n_response_tokens([[document]]) for document in batch.documents]
-        of_documents = [-x.sum().item() for x in of_tokens.split(sizes)]
+        of_documents = [-x.sum().item() for x in of_tokens.split(batches.response_sizes(batch.documents))]
         sums += zip([place[id(document)] for document in batch.documents], of_documents)
     scale = len(documents) / batches.n_response_tokens(blocks)
     return [nll * scale for _, nll in sorted(dist.gather(sums))]
@@ -339,7 +338,7 @@ def response_logprobs(model, batch) -> torch.Tensor:
 
     Returns (n_responses,), nats, in the order of the comparisons; gradient flows."""
     of_tokens = logprobs(model, batch)[tuple(batch.token_indices)]
-    sizes = [batches.n_response_tokens([[document]]) for document in batch.documents]
+    sizes = batches.response_sizes(batch.documents)
     owners = [document.number for document, n in zip(batch.documents, sizes) for _ in range(n)]
     owners = to_device(torch.tensor(owners, dtype=torch.long), of_tokens.device)  # each token's response
     return of_tokens.new_zeros(len(sizes)).index_add(0, owners, of_tokens)

@@ -130,8 +130,8 @@ def _end_of_turn(tokenizer, name, given=None) -> int:
 def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank=0):
     """Load a causal language model in fp32, without dropout, and ready to train.
 
-    It has the method `token_logprobs`. Rank 0 reads the weights; other ranks get a model on the "meta" device:
-    pass it to dist.shard next. For a multimodal model, its text part is loaded.
+    It has the method `token_logprobs`. Rank 0 reads the weights; other ranks get a model on the "meta"
+    device: pass it to dist.shard next. For a multimodal model, its text part is loaded.
 
     seed: seed of the random weights of `tiny`, and of the adapters.
     lora_rank: rank of the LoRA adapters, which are trained instead of the weights; 0: no adapters."""

@@ -90,7 +90,9 @@ def slopes(rows) -> dict[str, verdicts.Difference]:
     return found
 
 
-def report(rows, folder):
+def report(rows, folder) -> dict[str, verdicts.Difference]:
+    """Print the table and the slopes, draw the picture, and return the slopes."""
+    found = slopes(rows)
     widths = sorted({(row["width"], row["parameters"]) for row in rows})
     print("pairs".ljust(8), *(f"{n:>9,} par." for _, n in widths))
     for n in PAIRS:
@@ -99,7 +101,7 @@ def report(rows, folder):
             values = [100 * row["eval/accuracy"] for row in rows if (row["pairs"], row["width"]) == (n, width)]
             cells.append(f"{statistics.fmean(values):14.1f}" if values else f"{'-':>14}")
         print(f"{n:<8}", *cells)
-    for column, x in slopes(rows).items():
+    for column, x in found.items():
         each = ", ".join(f"{of_seed:.2f}" for of_seed in x.by_seed)
         print(f"a doubling of the {column}: {x.mean:+.2f} points [{x.low:.2f}, {x.high:.2f}] ({each})")
     drawing, [axis] = plots.figure(1, (5.8, 3.8))
@@ -125,6 +127,7 @@ def report(rows, folder):
     axis.set(xlabel="training pairs", ylabel="accuracy, %")
     axis.set_title(title, fontsize=9)
     plots.save(drawing, Path(folder) / "scaling.png")
+    return found
 
 
 def main(args: Args):
@@ -138,9 +141,9 @@ def main(args: Args):
             rows.append(run(*setting, args.folder))
             files.append_jsonl(path, rows[-1:])
             print(rows[-1], file=sys.stderr, flush=True)
-    report(rows, args.folder)
+    found = report(rows, args.folder).values()
     if args.publish:
-        claims, found = experiments.ELSEWHERE["scaling"], slopes(rows).values()
+        claims = experiments.ELSEWHERE["scaling"]
         lines = [experiments.line_of(claim, x, len(x.by_seed)) for claim, x in zip(claims, found, strict=True)]
         experiments.publish_claims("scaling", lines)
 
