@@ -36,7 +36,7 @@ def forgetting(results, gain, folder) -> list[str]:
     for axis, part, title in zip(axes, ("the six others", "hazard"), ("the six others", "prompts with a hazard")):
         points(axis, names, practised, [gain(arm, part) for arm in results.arms])
         axis.axhline(0, color="black", linewidth=0.8)
-        axis.set(title=f"true reward over SFT: {title}", xlabel="the two commands that PPO practises", ylabel=title)
+        axis.set(title=f"true reward over SFT: {title}", xlabel="the two commands that PPO trains on", ylabel=title)
     plots.save(drawing, folder / "forgetting.png")
     return lines
 
