@@ -22,9 +22,9 @@ TABLES = ROOT / "docs" / "results" / "tables"
 PAGES = """README.md docs/learn/rejection_sampling.md docs/results/rejection_sampling.md docs/learn/reward.md
 docs/results/reward.md docs/learn/advantage_model.md docs/results/advantage_model.md docs/learn/ppo.md
 docs/results/ppo.md docs/results/forgetting.md docs/learn/dpo_iterative.md docs/results/dpo_iterative.md
-docs/results/ladder.md docs/use/evaluate.md
-docs/results/frontier.md docs/learn/kl.md docs/results/ai_feedback.md docs/learn/cpl.md docs/results/cpl.md
-docs/learn/hir.md docs/results/hir.md docs/results/claims.md docs/results/renewed_reward.md docs/results/benchmarks.md"""
+docs/results/ladder.md docs/use/evaluate.md docs/results/frontier.md docs/learn/kl.md docs/results/ai_feedback.md
+docs/learn/cpl.md docs/results/cpl.md docs/learn/hir.md docs/results/hir.md docs/results/claims.md
+docs/results/renewed_reward.md docs/results/benchmarks.md"""
 LEFT_OUT = re.compile(
     r"\b(ORG|DIR|RUN|GROUP|STUDENT|TEACHER_RUN|FOLDER|PAIRS|ME)\b|^(pip|git|python3|torchrun|vllm|llama|hf|cp)\b|SmolLM2"
     r"|(?<![/\w])(rows|pairs|prompts|held_out|clean|my\w+|hh_\w+|rankings)\.\w+|common.sampler|gpu.py|reproduce.py"
