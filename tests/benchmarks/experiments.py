@@ -474,11 +474,12 @@ GROUPS = {
         begin={"cpl.py": "cpl"},
     ),
     "advantage": Group(
-        sweep("reward model", "--kl-coef", STRENGTHS, f"{PPO} --model {{out}}/sft --scorer {{out}}/reward")
+        # the reward model at 0.03 and the Advantage Model at 3, so that both curves reach 0.3 to 1.2 nats
+        sweep(
+            "reward model", "--kl-coef", ("0.03", *STRENGTHS), f"{PPO} --model {{out}}/sft --scorer {{out}}/reward"
+        )
         | sweep(
-            "Advantage Model",
-            "--kl-coef",
-            STRENGTHS,
+            "Advantage Model", "--kl-coef", (*STRENGTHS, "3"),
             f"{PPO} --model {{out}}/sft --scorer {{out}}/advantage_model",
         ),
         first=f"{CHAIN}/sft",
