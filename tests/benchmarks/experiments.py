@@ -208,7 +208,7 @@ SAMPLED = (
 )
 RATES = ("3e-4", "1e-3", "3e-3")
 PTX = ("0", "0.03", "0.1", "0.3")
-STRENGTHS = ("0.1", "0.3", "1")
+STRENGTHS = ("0.03", "0.1", "0.3", "1", "3")  # each seed's curve reaches from 0.2 to 1.2 nats
 FROM = f"dpo_iterative {BARE} --model {CHAIN}/sft"
 GIVEN = "--iterations 0 --offline-data tiny --offline-pairs 1480"
 FROM_CPL = f"cpl {BARE} --model {CHAIN}/sft {GIVEN} --lam 1 --gamma 0.9"
@@ -474,12 +474,11 @@ GROUPS = {
         begin={"cpl.py": "cpl"},
     ),
     "advantage": Group(
-        # the reward model at 0.03 and the Advantage Model at 3, so that both curves reach 0.3 to 1.2 nats
-        sweep(
-            "reward model", "--kl-coef", ("0.03", *STRENGTHS), f"{PPO} --model {{out}}/sft --scorer {{out}}/reward"
-        )
+        sweep("reward model", "--kl-coef", STRENGTHS, f"{PPO} --model {{out}}/sft --scorer {{out}}/reward")
         | sweep(
-            "Advantage Model", "--kl-coef", (*STRENGTHS, "3"),
+            "Advantage Model",
+            "--kl-coef",
+            STRENGTHS,
             f"{PPO} --model {{out}}/sft --scorer {{out}}/advantage_model",
         ),
         first=f"{CHAIN}/sft",
@@ -500,12 +499,13 @@ GROUPS = {
     "methods": Group(  # at equal KL, each seed from an SFT model and a reward model of its own
         {f"PPO, `--kl-coef {k}`": f"=advantage/reward_model_kl_coef_{name_of(k)}" for k in STRENGTHS}
         | sweep("offline DPO", "--beta", ("0.05", "0.15", "0.5", "2"), f"{FROM} {GIVEN}")
-        | sweep("discounted CPL", "--alpha", ("0.02", "0.05", "0.1", "0.2"), f"{{out}}/{FROM_CPL}"),
+        | sweep("discounted CPL", "--alpha", ("0.02", "0.05", "0.1", "0.2", "0.4"), f"{{out}}/{FROM_CPL}"),
         first=f"{CHAIN}/sft",
         begin={"cpl.py": "cpl"},
         claims=(
             *(Claim("offline DPO", "PPO", row=28, kl=(x,), label=f"at {x:g} nats") for x in (0.2, 0.3, 0.5)),
             Claim("discounted CPL", "PPO", row=36, kl=(0.4,), says="no less", label="at 0.4 nats"),
+            Claim("discounted CPL", "PPO", kl=(0.5,), says="no less"),  # after the runs
         ),
         seeds=4,
     ),
