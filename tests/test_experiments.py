@@ -85,6 +85,23 @@ def test_the_seeds_part_between_arms_is_pooled_over_all_arms_of_the_group(verdic
     assert alone.low == alone.high == 1  # the same two arms without the third: the wrong certainty
 
 
+def test_seeds_alone_by_hand(verdicts):
+    low, high = verdicts.own_interval([1.0, 2.0, 3.0])  # mean 2, deviation 1, error 1 / sqrt(3), t of 2
+    assert abs(low - (2 - 4.303 / 3**0.5)) < 1e-9 and abs(high - (2 + 4.303 / 3**0.5)) < 1e-9
+
+
+def test_a_verdict_that_rests_on_pooling_shows_its_own_seeds(experiments):
+    def shown(by_seed, **fields):
+        claim = dataclasses.asdict(experiments.Claim("a", "b", **{"row": 1, **fields}))
+        x = {"mean": 0.1, "low": 0.05, "high": 0.15, "seen": 0.07, "by_seed": by_seed}
+        return experiments.result_of({**claim, "seeds": len(by_seed), "difference": x})
+
+    assert shown([0.0, 0.1, 0.2]) == "+0.10 [+0.05, +0.15] (own seeds alone: [-0.15, +0.35])"
+    assert shown([0.09, 0.1, 0.11]) == "+0.10 [+0.05, +0.15]"  # holds by itself, too
+    assert shown([0.0, 0.1, 0.2], says="no less", margin=0.2) == "+0.10 [+0.05, +0.15]"  # within the margin
+    assert "alone" not in shown([0.0, 0.1, 0.2], row=0) and "(one seed" in shown([0.1])
+
+
 def test_nineteen_of_twenty_simulated_intervals_contain_the_truth(verdicts):
     """Three seeds, three arms, 30 prompts: effects of prompts, of seeds and of seeds on an arm. If each
     seed is treated as having other prompts, fewer than nine in ten contain it."""

@@ -87,6 +87,14 @@ def difference(weights: torch.Tensor, arms: torch.Tensor, first: torch.Tensor) -
     return Difference(mean, mean - t * error, mean + t * error, (t + POWER) * error, table.mean(1).tolist())
 
 
+def own_interval(by_seed: list[float]) -> tuple[float, float]:
+    """The 95 % interval of the mean of two seeds or more by their own spread: Student's, with nothing pooled and
+    without the luck of the prompts, which all seeds share."""
+    means = torch.tensor(by_seed, dtype=torch.float64)
+    error = quantile(len(means) - 1) * means.std().item() / math.sqrt(len(means))
+    return means.mean().item() - error, means.mean().item() + error
+
+
 def at_kl(kl: torch.Tensor, x: float) -> torch.Tensor | None:
     """Weights of a curve's arms, (arms, seeds), that give its value at KL x by interpolation, linear in log
     KL; None if a seed's arms do not reach from below x to above. kl: (arms, seeds), nats."""
