@@ -46,7 +46,7 @@ for seed in $seeds; do
     online+=(--missing-eos-penalty 0.5 --eval-every 0)
     run ppo ppo.py "${online[@]}"
     patch -s -o "$out/grpo.py" ppo.py docs/learn/grpo.patch
-    run grpo "$out/grpo.py" "${online[@]}"
+    run grpo "$out/grpo.py" "${online[@]}" --epochs 2 --minibatch-size 32
     run rejection_sampling rejection_sampling.py "${sample[@]}" --iterations 1 --prompts-per-iteration 256 \
         --n-samples 4 --threshold 1 --temperatures 1 --sweep-prompts 0
     run dpo dpo_iterative.py "${sample[@]}" --iterations 3 --prompts-per-iteration 64 --epochs 3
