@@ -310,6 +310,7 @@ GROUPS = {
         },
         first="runs/rejection_sampling",
         claims=(Claim("PPO", row=3, label="PPO"), Claim("`--safety-scorer`", row=3, label="with the gate")),
+        seeds=5,
     ),
     "rehearsal": Group(  # PPO sees four commands; the other four are the forget set
         {
