@@ -86,7 +86,7 @@ def test_the_seeds_part_between_arms_is_pooled_over_all_arms_of_the_group(verdic
 
 
 def test_seeds_alone_by_hand(verdicts):
-    low, high = verdicts.own_interval([1.0, 2.0, 3.0])  # mean 2, deviation 1, error 1 / sqrt(3), t of 2
+    _, low, high, *_ = verdicts.of_seeds([1.0, 2.0, 3.0])  # mean 2, deviation 1, error 1 / sqrt(3), t of 2
     assert abs(low - (2 - 4.303 / 3**0.5)) < 1e-9 and abs(high - (2 + 4.303 / 3**0.5)) < 1e-9
 
 

@@ -1254,13 +1254,20 @@ def read(name, group, seeds, evaluation) -> Results:
     return Results(list(group.arms), seeds, rows, folders)
 
 
+def signed(value: float, column) -> str:
+    return f"{value:+.1%}" if column in SHARES else f"{value:+.2f}"
+
+
+def interval(x: verdicts.Difference, column) -> str:
+    return f"[{signed(x.low, column)}, {signed(x.high, column)}]"
+
+
 def with_interval(x: verdicts.Difference, column) -> str:
-    form = "+.1%" if column in SHARES else "+.2f"
-    return f"{x.mean:{form}} [{x.low:{form}}, {x.high:{form}}]"
+    return f"{signed(x.mean, column)} {interval(x, column)}"
 
 
 def by_seed(x: verdicts.Difference, column) -> str:
-    return ", ".join(f"{mean:{'+.1%' if column in SHARES else '+.2f'}}" for mean in x.by_seed)
+    return ", ".join(signed(mean, column) for mean in x.by_seed)
 
 
 def table(name, group, seeds, evaluation="evaluate") -> list[str]:
@@ -1313,15 +1320,17 @@ def result_of(line) -> str:
     if the interval from its own seeds alone would be inconclusive, that one as well."""
     if not line["difference"]:
         return "a curve does not reach this KL in every seed"
-    x = verdicts.Difference(**line["difference"])
-    unseen = verdict_of(line) in ("no difference", "inconclusive")
-    form = ".1%" if line["column"] in SHARES else ".2f"
-    alone = " (one seed: prompts alone)" * (line["seeds"] == 1)
-    if line["row"] and len(x.by_seed) > 1 and not line["by_construction"]:
-        low, high = verdicts.own_interval(x.by_seed)
-        own = verdicts.verdict(low, high, line["says"], line["margin"])
-        alone = f" (own seeds alone: [{low:+{form}}, {high:+{form}}])" * (own == "inconclusive" and not unseen)
-    return with_interval(x, line["column"]) + f", would have seen {x.seen:{form}}" * unseen + alone
+    x, column, verdict = verdicts.Difference(**line["difference"]), line["column"], verdict_of(line)
+    shown = with_interval(x, column)
+    if verdict in ("no difference", "inconclusive"):
+        shown += f", would have seen {signed(x.seen, column).removeprefix('+')}"
+    if line["seeds"] == 1:
+        return f"{shown} (one seed: prompts alone)"
+    own = verdicts.of_seeds(x.by_seed)
+    weaker = verdicts.verdict(own.low, own.high, line["says"], line["margin"]) == "inconclusive"
+    if line["row"] and verdict in ("holds", "opposite") and weaker:
+        shown += f" (own seeds alone: {interval(own, column)})"
+    return shown
 
 
 def comparisons_of(lines) -> list[str]:

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import experiments
 import peers
-import torch
 import tyro
 import verdicts
 
@@ -82,12 +81,8 @@ def slopes(rows) -> dict[str, verdicts.Difference]:
     """The slope of each column over the seeds."""
     seeds = sorted({row["seed"] for row in rows})
     of_seed = lambda seed, column: slope([row for row in rows if row["seed"] == seed], column)
-    one = torch.ones(1, len(seeds), dtype=torch.float64)
-    found = {}
-    for column in ("pairs", "parameters"):
-        of_seeds = torch.tensor([[[of_seed(seed, column)] for seed in seeds]], dtype=torch.float64)
-        found[column] = verdicts.difference(one, of_seeds, torch.zeros_like(of_seeds[0]))
-    return found
+    columns = ("pairs", "parameters")
+    return {column: verdicts.of_seeds([of_seed(seed, column) for seed in seeds]) for column in columns}
 
 
 def report(rows, folder) -> dict[str, verdicts.Difference]:

@@ -87,12 +87,11 @@ def difference(weights: torch.Tensor, arms: torch.Tensor, first: torch.Tensor) -
     return Difference(mean, mean - t * error, mean + t * error, (t + POWER) * error, table.mean(1).tolist())
 
 
-def own_interval(by_seed: list[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean of two seeds or more by their own spread: Student's, with nothing pooled and
-    without the luck of the prompts, which all seeds share."""
-    means = torch.tensor(by_seed, dtype=torch.float64)
-    error = quantile(len(means) - 1) * means.std().item() / math.sqrt(len(means))
-    return means.mean().item() - error, means.mean().item() + error
+def of_seeds(values: list[float]) -> Difference:
+    """The mean of a number that two seeds or more have, with Student's interval by their own spread: nothing is pooled,
+    and the luck of the prompts, which all seeds share, is not included."""
+    arms = torch.tensor(values, dtype=torch.float64)[None, :, None]
+    return difference(torch.ones_like(arms[..., 0]), arms, torch.zeros_like(arms[0]))
 
 
 def at_kl(kl: torch.Tensor, x: float) -> torch.Tensor | None:
