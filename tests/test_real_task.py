@@ -69,10 +69,10 @@ def test_answers_to_one_prompt_in_two_seeds_count_as_one_prompt():
 
 def test_the_table_of_hand_made_answers(tmp_path):
     lines = ["seed 1, ppo: 100 s, 90 s of CPU", "seed 2, ppo: 99 s, 150 s of CPU", "seed 3, ppo: 9 s, 9 s of CPU"]
-    lines += [f"seed {seed}, sft: 60 s, 60 s of CPU" for seed in (1, 2, 3)]
+    lines += [f"seed {seed}, {step}: 60 s, 60 s of CPU" for seed in (1, 2, 3) for step in ("sft", "grpo")]
     (tmp_path / "times.txt").write_text("\n".join(lines))
     folders = [tmp_path / "1", tmp_path / "2"]
-    texts = {"sft": ("A", "2", "a", "4"), "ppo": ("A", "1", "B", "4")}  # two of each seed
+    texts = {"sft": ("A", "2", "a", "4"), "ppo": ("A", "1", "B", "4"), "grpo": ("A", "2", "B", "4")}  # two of each seed
     for seed, folder in enumerate(folders):
         asked = [(f"say a {seed}", "A" if seed == 0 else "B", "upper"), (f"count {seed}", "13"[seed], "extract")]
         test = [{"prompt": q, "completion": right, "category": task} for q, right, task in asked]
@@ -85,14 +85,17 @@ def test_the_table_of_hand_made_answers(tmp_path):
                 answers.append({**row, "kl": 2.0 * (policy == "ppo"), "finished": text != "4"})
         files.write_jsonl(folder / "answers" / "samples.jsonl", answers)
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in real_reward.gains(folders)]
-    assert cells[2] == ["SFT", "25 %", "", "50, 0", "50 %", "0 %", "0.0", "75%", "1"]
-    assert cells[3][:2] == ["PPO", "25 -> 75 %"] and cells[3][2].startswith("+0.50")
-    assert cells[3][3:] == ["100, 50", "100 %", "50 %", "2.0", "75%", "2"]
+    assert cells[2] == ["SFT", "25 %", "", "", "50, 0", "50 %", "0 %", "0.0", "75%", "1"]
+    assert cells[3][:2] == ["PPO", "25 -> 75 %"] and cells[3][2].startswith("+0.50") and cells[3][3] == ""
+    assert cells[3][4:] == ["100, 50", "100 %", "50 %", "2.0", "75%", "2"]
+    assert cells[4][:2] == ["GRPO", "25 -> 50 %"] and cells[4][2].startswith("+0.25")
+    assert cells[4][3].startswith("-0.25") and cells[4][4] == "50, 50"
     # a method that one seed lacks is compared in the others alone
     rows_of = files.read_jsonl(folders[0] / "answers" / "samples.jsonl")
     files.write_jsonl(folders[0] / "answers" / "samples.jsonl", [row for row in rows_of if row["policy"] == "sft"])
     last = real_reward.gains(folders)[-1].split("|")
-    assert last[2].strip() == "0 -> 50 %" and last[4].strip() == "-, 50"
+    assert last[2].strip() == "0 -> 50 %" and last[5].strip() == "-, 50"
+    assert last[4].strip().startswith("+0.00")  # over PPO in seed 2
 
 
 def test_cells_of_arms_and_of_a_proxy():

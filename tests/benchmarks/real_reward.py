@@ -73,24 +73,33 @@ def minutes(folders) -> dict[str, float]:
 
 
 def gains(folders) -> list[str]:
-    """Make the table: correct answers to held-out prompts before and after each method, in the seeds that have it."""
+    """Make the table: correct answers to held-out prompts before and after each method, in the seeds that have it,
+    and what the other methods gain over PPO."""
     answers = read(folders)
     of_cpu = minutes(folders)
     tasks = [*dict.fromkeys(row["category"] for row in answers["sft"][folders[0]])]
-    befores = {policy: [answers["sft"][folder] for folder in of] for policy, of in answers.items() if policy != "sft"}
-    deviation, freedom = pooled([(before, [*answers[policy].values()]) for policy, before in befores.items()])
+    over_sft, over_ppo = over(answers, "sft"), over(answers, "ppo")
     lines = []
     for policy, by_seed in answers.items():
-        after = [*by_seed.values()]
-        rows = sum(after, [])
-        gained = [f"{share(rows)} %", ""]
-        if policy != "sft":
-            gained = gain_cells(befores[policy], after, deviation, freedom)
+        rows = sum(by_seed.values(), [])
+        of_sft = sum([answers["sft"][folder] for folder in by_seed], [])
+        before = f"{share(of_sft)} -> " if policy != "sft" else ""
         each = ", ".join(share(by_seed[folder]) if folder in by_seed else "-" for folder in folders)
+        cells = [f"{before}{share(rows)} %", over_sft.get(policy, ""), over_ppo.get(policy, "") * (policy != "sft"), each]
         finished = statistics.fmean(row["finished"] for row in rows)
-        cells = [*gained, each, *task_cells(rows, tasks), f"{finished:.0%}", f"{of_cpu[policy]:.0f}"]
+        cells += [*task_cells(rows, tasks), f"{finished:.0%}", f"{of_cpu[policy]:.0f}"]
         lines.append([METHODS.get(policy, "SFT"), *cells])
-    return markdown(["", *titles_of(folders, tasks), "ended", "CPU minutes"], lines)
+    right_ones, gained, *others = titles_of(folders, tasks)
+    return markdown(["", right_ones, gained, "over PPO", *others, "ended", "CPU minutes"], lines)
+
+
+def over(answers, base) -> dict[str, str]:
+    """{other policy: its gain over the policy base, in the seeds that have both, with its interval}."""
+    of = answers.get(base, {})
+    common = {policy: [f for f in by_seed if f in of] for policy, by_seed in answers.items() if policy != base and of}
+    arms = {name: ([of[f] for f in seeds], [answers[name][f] for f in seeds]) for name, seeds in common.items()}
+    deviation, freedom = pooled([*arms.values()])
+    return {policy: gain_cells(*arm, deviation, freedom)[1] for policy, arm in arms.items()}
 
 
 def share(rows) -> str:
