@@ -308,9 +308,11 @@ def test_columns_of_a_whole_run(experiments, tmp_path, monkeypatch):
     (tmp_path / "labels_biased").mkdir()
     files.write_json(tmp_path / "labels_biased" / "summary.json", {"alignment": 0.7, "alignment/one_order": 0.6})
     monkeypatch.setattr(experiments.kl, "cosines", lambda run: {("k3", "reward"): -0.2, ("k3", "loss"): 0.9})
+    monkeypatch.setattr(experiments.renewed_reward, "right_on_late", lambda run: 0.8)  # has a test of its own
     found = {name: of(arm, rows) for name, of in experiments.OF_RUN.items()}
     assert found == pytest.approx(
-        {"spread of the categories": 1 / math.sqrt(2), "agreement with annotators": 0.5, "rise of the temperature": 0.6}
+        {"spread of the categories": 1 / math.sqrt(2), "right on late answers": 0.8, "rise of the temperature": 0.6}
+        | {"right on the pairs of its own round": 0.5}
         | {"win rate lost from T = 0 to 1": 0.25, "agreement gained by both orders": 0.1}
         | {"largest score of 8 over 1, SFT": 0.75, "median score of 8 over 1, SFT": -0.25}
         | {"cosine of k3 in the reward": -0.2, "cosine of k3 as a loss": 0.9}
@@ -391,6 +393,44 @@ def test_a_reward_model_is_renewed_on_the_newest_policys_labels(experiments):
     assert mixed in begin["reward_3"] and "--model {out}/reward_2 " in begin["reward_3"]
     assert "--model {out}/renewed_2 " in begin["renewed_3"] and "--scorer {out}/reward_3 " in begin["renewed_3"]
     assert list(begin)[-3:] == ["labels_3.jsonl", "reward_3", "renewed_3"]
+
+
+def test_reward_models_are_compared_on_the_same_late_answers(experiments, tmp_path):
+    """The annotators' utility is helpfulness and 0.1 a word. Both models rank the pairs of both arms."""
+    late = experiments.renewed_reward
+    answers = {
+        "trained_once_round_2": ["ant owl", "ant", "ant owl"],
+        "trained_once_round_3": ["ant", "ant owl", "ant owl"],  # the last pair is a tie
+        "renewed_round_2": ["ant owl cow", "", "ant"],
+        "renewed_round_3": ["ant owl", "ant owl", "ant owl"],  # an empty answer is left out
+        "renewed_round_1": ["ant", "ant", "ant"],
+    }
+    prompt = [{"role": "user", "content": "copy ant owl"}]
+    rows = [{"policy": name, "prompt": prompt, "response": text} for name, texts in answers.items() for text in texts]
+    (tmp_path / "evaluate").mkdir()
+    files.write_jsonl(tmp_path / "evaluate" / "samples.jsonl", rows)
+    late.late_answers(tmp_path / "late.jsonl")
+    pairs = [(row["chosen"], row["rejected"]) for row in files.read_jsonl(tmp_path / "late.jsonl")]
+    assert pairs == [("ant owl", "ant"), ("ant owl", "ant"), ("ant owl", "ant owl cow"), ("ant owl", "ant")]
+
+    of = lambda better, worse: [{"rank": 0, "score": better}, {"rank": 1, "score": worse}]
+    scores = {"once": [(1.0, 0.0), (0.0, 1.0)], "renewed": [(1.0, 0.0), (2.0, 1.0)]}
+    ranked = [{"scorer": name, "responses": of(*x)} for name, of_model in scores.items() for x in of_model]
+    (tmp_path / "ranked").mkdir()
+    files.write_jsonl(tmp_path / "ranked" / "samples.jsonl", ranked)
+    assert late.right_on_late(tmp_path / "once_3") == 0.5 and late.right_on_late(tmp_path / "renewed_3") == 1.0
+
+
+def test_numbers_of_whole_runs_are_compared_by_their_own_two_arms(experiments, monkeypatch):
+    """A third arm that varies much more does not widen the interval: differences 0.2 and 0.4, df 1."""
+    numbers = {("a", 0): 0.5, ("a", 1): 0.6, ("b", 0): 0.7, ("b", 1): 1.0, ("c", 0): -9.0, ("c", 1): 9.0}
+    monkeypatch.setitem(experiments.OF_RUN, "rise of the temperature", lambda folder, rows: numbers[folder])
+    rows = dict.fromkeys(numbers)
+    results = experiments.Results(["a", "b", "c"], 2, rows, {key: key for key in numbers})
+    x = results.compare(experiments.Claim("b", "a", column="rise of the temperature"))
+    assert x.mean == pytest.approx(0.3) and x.high - x.mean == pytest.approx(12.706 * 0.1, rel=1e-3)
+    over_none = results.compare(experiments.Claim("b", column="rise of the temperature"))
+    assert over_none.mean == pytest.approx(0.85) and over_none.high - 0.85 == pytest.approx(12.706 * 0.15, rel=1e-3)
 
 
 # -- the ladder of oracles -------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class Group:
     begin: dict[str, str] = field(default_factory=dict)
     """File or folder of `out`: the command that makes it for the arms."""
     after: dict[str, str] = field(default_factory=dict)
-    """Folder of `out`: the command that makes it of the {arms}, for a column of OF_RUN."""
+    """File or folder of `out`: the command that makes it of the {arms} or of their answers, for a column of OF_RUN."""
     parts: tuple[str, ...] = ()
     """Keys of PROMPTS on which the table shows the gain with its interval; (): with and without a hazard."""
     seeds: int = 3
@@ -669,6 +669,7 @@ GROUPS = {
             Claim(arm, row=38, column="rise of the temperature", margin=0.1, label=arm)
             for arm in ("by the true reward", "by the reward model")
         ),
+        seeds=5,
     ),
     "temperatures": Group(  # win rates over the data set's answers, sampled at T = 0 and T = 1
         {"PPO": PPO, "offline DPO": f"dpo_iterative {BARE} {GIVEN}"},
@@ -860,15 +861,22 @@ GROUPS = {
         | rounds("first", ["runs/reward"] * 3)
         | rounds("once", ["{out}/reward_once"] * 3)
         | renewed(),
+        after={
+            "late.jsonl": "late answers",
+            "ranked": "-m common.programs.evaluate --dataset {out}/late.jsonl "
+            "--scorers first=runs/reward once={out}/reward_once renewed={out}/reward_3",
+        },
         claims=(
             Claim(
-                "renewed, round 3", "trained once, round 3", row=8, column="agreement with annotators", margin=0.01,
-                label="agreement with the annotators on the third round's pairs, over as many labels at once",
+                "renewed, round 3", "trained once, round 3", row=8, column="right on late answers", margin=0.01,
+                label="agreement with the annotators on late answers of both policies, over as many labels at once",
             ),
+            Claim("renewed, round 3", "trained once, round 3", column="right on the pairs of its own round"),
             Claim("renewed, round 3", "trained once, round 3", row=9),
             Claim("renewed, round 3", "the first reward model, round 3"),
             Claim("renewed, round 3", "renewed, round 1"),
         ),
+        seeds=5,
     ),
     "hindsight": Group(  # the true reward says which of 4 responses to each of 3,000 prompts are good
         {
@@ -1037,6 +1045,7 @@ MADE_HERE = {"prompts": prompts, "held-out prompts": held_out, "500 pairs": few,
 MADE_HERE |= {"cpl": partial(patched, "dpo_iterative"), "hir": partial(patched, "sft")}
 MADE_HERE |= {"models of three sizes": three_sizes, "half of each": half_of_each}
 MADE_HERE |= {"both pools": both_pools, "some of both pools": some_of_pools}
+MADE_HERE |= {"late answers": renewed_reward.late_answers}
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -1093,15 +1102,14 @@ def run_arm(name, arm, seed) -> Path:
     return folder
 
 
-def begin(name, seed):
-    """Make the files and runs that a group's arms start from."""
-    out = FOLDER / name / str(seed)
+def make(steps, out, seed, arms=""):
+    """Make the files and runs of Group.begin or Group.after."""
     out.mkdir(parents=True, exist_ok=True)
-    for file, command in GROUPS[name].begin.items():
+    for file, command in steps.items():
         if command in MADE_HERE:
             MADE_HERE[command](out / file)
         else:
-            run(command.format(out=out, seed=seed), out / file, seed)
+            run(command.format(out=out, seed=seed, arms=arms), out / file, seed)
 
 
 def groups_of(name) -> list[str]:
@@ -1126,7 +1134,7 @@ def run_group(name, seed) -> list[str]:
     """Run the arms of one seed, and get their answers or scores. Returns the commits that ran the arms."""
     group, out = GROUPS[name], FOLDER / name / str(seed)
     for shared in groups_of(name):
-        begin(shared, seed)
+        make(GROUPS[shared].begin, FOLDER / shared / str(seed), seed)
     folders = [run_arm(name, arm, seed) for arm in group.arms]
     arms = [f"{name_of(arm)}={folder}" for arm, folder in zip(group.arms, folders)]
     if not group.first:
@@ -1143,8 +1151,7 @@ def run_group(name, seed) -> list[str]:
         answer(dataset, asked(None), f"evaluate{number or ''}")
     for number, dataset in enumerate(dict.fromkeys(group.asks.values())):
         answer(dataset.format(out=out), asked(dataset), f"asked{number}")
-    for folder, command in group.after.items():
-        run(command.format(arms=shlex.join(arms)), out / folder, seed)
+    make(group.after, out, seed, shlex.join(arms))
     return [files.read_json(folder / "args.json")["git"][:7] for folder in folders]
 
 
@@ -1159,7 +1166,8 @@ PROMPTS = {  # Claim.only
 }
 OF_RUN = {  # Claim.column: a number of a whole run, from its folder and its rows of the evaluation
     "spread of the categories": lambda folder, rows: calibration.category_spread(rows),
-    "agreement with annotators": lambda folder, rows: renewed_reward.agreement(folder),
+    "right on the pairs of its own round": lambda folder, rows: renewed_reward.right_on_its_own(folder),
+    "right on late answers": lambda folder, rows: renewed_reward.right_on_late(folder),
     "win rate lost from T = 0 to 1": lambda folder, rows: details.lost_by_temperature(folder),
     "rise of the temperature": lambda folder, rows: details.rise_of_temperature(folder),
     "largest score of 8 over 1, SFT": lambda folder, rows: details.rise_by_n(folder, "max"),
@@ -1169,8 +1177,8 @@ OF_RUN = {  # Claim.column: a number of a whole run, from its folder and its row
     "cosine of k3 as a loss": lambda folder, rows: kl.cosines(folder)["k3", "loss"],
 }
 OF_ROW = ("gold", "score", "kl", "tokens", "harmless", "right", "longer")
-SHARES = ("right", "longer", "harmless", "eval/ece", "agreement with annotators", "win rate lost from T = 0 to 1")
-SHARES += ("agreement", "agreement gained by both orders")
+SHARES = ("right", "longer", "harmless", "eval/ece", "win rate lost from T = 0 to 1", "agreement")
+SHARES += ("agreement gained by both orders", "right on the pairs of its own round", "right on late answers")
 
 
 def prefers_longer(row) -> float:
@@ -1227,7 +1235,10 @@ class Results:
         if any(side is None for pair in pairs for side in pair):
             return None
         weights = torch.stack([after - before for after, before in pairs]).mean(0)
-        arms = torch.stack([self.values(arm, claim.column, claim.only) for arm in self.arms])
+        of_run = claim.column not in OF_ROW  # the two arms alone: others may vary for reasons of their own
+        counted = [i for i in range(len(self.arms)) if not of_run or weights[i].any()]
+        weights, names = weights[counted], [self.arms[i] for i in counted]
+        arms = torch.stack([self.values(arm, claim.column, claim.only) for arm in names])
         has_first = ("first", 0) in self.rows
         first = self.values("first", claim.column, claim.only) if has_first else torch.zeros_like(arms[0])
         return verdicts.difference(weights, arms, first)

@@ -48,10 +48,32 @@ def main(args: Args):
     files.write_jsonl(args.output, rows)
 
 
-def agreement(run) -> float:
-    """Return the share of a run's pairs, chosen by a scorer, that the annotators' utility orders the same way."""
+def right_on_its_own(run) -> float:
+    """Return the share of a run's pairs, chosen by its scorer, that the annotators' utility orders the same way."""
     rows = [(row["prompt"][-1]["content"], row) for row in files.read_jsonl(f"{run}/pairs.jsonl")]
     return measures.accuracy([utility(x, row["chosen"]) - utility(x, row["rejected"]) for x, row in rows])
+
+
+def late_answers(file):
+    """Write pairs that all reward models can be compared on: of the answers of the second and the third policy, of
+    both arms with labels of their own, the one with the larger utility is chosen. Equal utilities are left out."""
+    by_policy, rows = {}, []
+    for row in files.read_jsonl(file.parent / "evaluate" / "samples.jsonl"):
+        by_policy.setdefault(row["policy"], []).append(row)
+    for arm in ("trained_once", "renewed"):
+        for pair in zip(by_policy[f"{arm}_round_2"], by_policy[f"{arm}_round_3"], strict=True):
+            prompt = pair[0]["prompt"][-1]["content"]
+            (low, worse), (high, better) = sorted((utility(prompt, row["response"]), row["response"]) for row in pair)
+            if worse and better and low < high:
+                rows.append({"prompt": prompt, "chosen": better, "rejected": worse})
+    files.write_jsonl(file, rows)
+
+
+def right_on_late(run) -> float:
+    """Return the share of the late answers' pairs that the scorer of an arm's last round puts in order."""
+    rows = files.read_jsonl(run.parent / "ranked" / "samples.jsonl")
+    of_arm = [row for row in rows if row["scorer"] == run.name.partition("_")[0]]
+    return measures.accuracy([difference for difference, *_ in measures.pairs_of(of_arm)])
 
 
 if __name__ == "__main__":
