@@ -562,7 +562,7 @@ GROUPS = {
                 Claim(f"`--ptx-coef {c}`", "`--ptx-coef 0`", row=12, says="no less", label=f"true reward with {c}"),
             )
         ),
-        seeds=4,
+        seeds=5,
     ),  # fmt: skip
     "whitening": Group(
         {
@@ -592,6 +592,7 @@ GROUPS = {
             Claim(arm, "K = 0", row=21, column="right", margin=0.01, label=arm)
             for arm in ("K = 1", "K = 2", "K = 1, N = 8")
         ),
+        seeds=5,
     ),
     "ppo_others": Group(
         {f"K = {k}": f"ppo --scorer runs/experiments/others/{{seed}}/K_{k}" for k in range(3)},
