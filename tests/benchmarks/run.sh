@@ -32,9 +32,9 @@ torch=torch==$(python -c 'from importlib.metadata import version; print(version(
 environment "$folder/trl" "$torch" trl==1.16.0 accelerate
 environment "$folder/trl_ppo" "$torch" trl==1.9.2 accelerate
 
-turns() { # SCRIPT ENVIRONMENT FLAGS...
+turns() { # METHOD ENVIRONMENT FLAGS...
     echo "== $1" | tee -a "$log"
-    python "$here/$1.py" --tokenizer "$tokenizer" --trl-python "$folder/$2/bin/python" \
+    python "$here/trl_$1.py" --tokenizer "$tokenizer" --trl-python "$folder/$2/bin/python" \
         --repeats "${REPEATS:-3}" "${@:3}" | tee -a "$log"
 }
 

@@ -1,7 +1,7 @@
 """sft.py against TRL's SFTTrainer on the same rows: tokens of text per second, and peak memory of the process.
 
     pip install trl==1.16.0 accelerate         in an environment of its own, whose interpreter is --trl-python
-    python tests/benchmarks/sft.py --dataset rows.jsonl.gz --trl-python trl/bin/python
+    python tests/benchmarks/trl_sft.py --dataset rows.jsonl.gz --trl-python trl/bin/python
 
 Both train a Llama of random weights (hidden 256, 6 layers, the vocabulary of --tokenizer) in fp32 with batch
 8 on rows of at most 512 tokens: TRL without packing, 8 rows per step; sft.py packed, 8 blocks of 512 per step, and

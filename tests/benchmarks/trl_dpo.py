@@ -2,7 +2,7 @@
 (responses per second), and the peak memory of the processes.
 
     pip install trl==1.16.0 accelerate         in an environment of its own, whose interpreter is --trl-python
-    python tests/benchmarks/dpo.py --dataset hh.jsonl.gz --trl-python trl/bin/python
+    python tests/benchmarks/trl_dpo.py --dataset hh.jsonl.gz --trl-python trl/bin/python
 
 Offline: one epoch over pairs of at most 512 tokens per side, 8 per step, with a separate reference model. Our time
 includes the reference's log probabilities of all pairs, computed before the first step; `unshared` is ours with

@@ -2,7 +2,7 @@
 of the process.
 
     pip install trl==1.9.2          in an environment of its own, whose interpreter is --trl-python
-    python tests/benchmarks/ppo.py --dataset hh.jsonl.gz --trl-python trl/bin/python
+    python tests/benchmarks/trl_ppo.py --dataset hh.jsonl.gz --trl-python trl/bin/python
 
 Both: 8 episodes per rollout, minibatches of 2, 4 passes, prompts of at most 128 tokens, at most 64 new ones; four
 Llamas with random weights in fp32 (hidden 256, 6 layers, the vocabulary of --tokenizer), whose responses end at

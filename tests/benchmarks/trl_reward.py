@@ -2,7 +2,7 @@
 pairs per second, and peak memory of the process.
 
     pip install trl==1.16.0 accelerate         in an environment of its own, whose interpreter is --trl-python
-    python tests/benchmarks/reward.py --dataset hh.jsonl.gz --rankings rankings.jsonl.gz --trl-python trl/bin/python
+    python tests/benchmarks/trl_reward.py --dataset hh.jsonl.gz --rankings rankings.jsonl.gz --trl-python trl/bin/python
 
 All train a Llama of random weights (hidden 256, 6 layers, the vocabulary of --tokenizer) with a scalar head in
 fp32 on rows of at most 512 tokens, with 8 pairs per step; for rankings, 2 per step (30 pairs) against 30 pairs.
