@@ -145,6 +145,16 @@ def temperatures(results, gain, folder) -> list[str]:
     return lines
 
 
+def renewed_reward(results, gain, folder) -> list[str]:
+    """List how often each arm's last reward model is right, the means over the seeds."""
+    columns = ("right on late answers", "right on the pairs of its own round")
+    lines = [f"| reward model of round 3 | {' | '.join(columns)} |", "|---|---|---|"]
+    for arm in (arm for arm in results.arms if arm.endswith("round 3")):
+        shares = [f"{results.values(arm, column).mean():.1%}" for column in columns]
+        lines.append(f"| {arm.removesuffix(', round 3')} | {' | '.join(shares)} |")
+    return lines
+
+
 def lost_by_temperature(folder) -> float:
     cold, warm = win_rates(folder)
     return cold - warm

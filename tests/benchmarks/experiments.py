@@ -1236,13 +1236,12 @@ class Results:
         if any(side is None for pair in pairs for side in pair):
             return None
         weights = torch.stack([after - before for after, before in pairs]).mean(0)
-        of_run = claim.column not in OF_ROW  # the two arms alone: others may vary for reasons of their own
-        counted = [i for i in range(len(self.arms)) if not of_run or weights[i].any()]
-        weights, names = weights[counted], [self.arms[i] for i in counted]
-        arms = torch.stack([self.values(arm, claim.column, claim.only) for arm in names])
+        # Numbers of whole runs pool nothing: other arms may vary for reasons of their own
+        counted = [i for i in range(len(self.arms)) if claim.column in OF_ROW or weights[i].any()]
+        arms = torch.stack([self.values(self.arms[i], claim.column, claim.only) for i in counted])
         has_first = ("first", 0) in self.rows
         first = self.values("first", claim.column, claim.only) if has_first else torch.zeros_like(arms[0])
-        return verdicts.difference(weights, arms, first)
+        return verdicts.difference(weights[counted], arms, first)
 
 
 def read(name, group, seeds, evaluation) -> Results:

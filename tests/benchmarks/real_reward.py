@@ -82,24 +82,25 @@ def gains(folders) -> list[str]:
     lines = []
     for policy, by_seed in answers.items():
         rows = sum(by_seed.values(), [])
-        of_sft = sum([answers["sft"][folder] for folder in by_seed], [])
-        before = f"{share(of_sft)} -> " if policy != "sft" else ""
+        right_ones, gained = over_sft.get(policy, (f"{share(rows)} %", ""))
+        more = over_ppo[policy][1] if policy in over_ppo and policy != "sft" else ""
         each = ", ".join(share(by_seed[folder]) if folder in by_seed else "-" for folder in folders)
-        cells = [f"{before}{share(rows)} %", over_sft.get(policy, ""), over_ppo.get(policy, "") * (policy != "sft"), each]
         finished = statistics.fmean(row["finished"] for row in rows)
-        cells += [*task_cells(rows, tasks), f"{finished:.0%}", f"{of_cpu[policy]:.0f}"]
+        cells = [right_ones, gained, more, each, *task_cells(rows, tasks), f"{finished:.0%}", f"{of_cpu[policy]:.0f}"]
         lines.append([METHODS.get(policy, "SFT"), *cells])
     right_ones, gained, *others = titles_of(folders, tasks)
     return markdown(["", right_ones, gained, "over PPO", *others, "ended", "CPU minutes"], lines)
 
 
-def over(answers, base) -> dict[str, str]:
-    """{other policy: its gain over the policy base, in the seeds that have both, with its interval}."""
-    of = answers.get(base, {})
-    common = {policy: [f for f in by_seed if f in of] for policy, by_seed in answers.items() if policy != base and of}
-    arms = {name: ([of[f] for f in seeds], [answers[name][f] for f in seeds]) for name, seeds in common.items()}
+def over(answers, base) -> dict[str, list[str]]:
+    """{other policy: gain_cells over the policy base, in the seeds that have both}."""
+    before, arms = answers.get(base, {}), {}
+    for policy, by_seed in answers.items():
+        seeds = [seed for seed in by_seed if seed in before]
+        if policy != base and seeds:
+            arms[policy] = [before[seed] for seed in seeds], [by_seed[seed] for seed in seeds]
     deviation, freedom = pooled([*arms.values()])
-    return {policy: gain_cells(*arm, deviation, freedom)[1] for policy, arm in arms.items()}
+    return {policy: gain_cells(*arm, deviation, freedom) for policy, arm in arms.items()}
 
 
 def share(rows) -> str:
