@@ -733,6 +733,7 @@ GROUPS = {
         | labels("noisy")
         | labels("biased")
         | {"revisions": f"{FEEDBACK} revise --model gold_labeler:exact --dataset tiny"},
+        seeds=5,
     ),
     "labelers": Group(  # three sizes, trained on people's labels of 24,000 other pairs; the policy has a width of 128
         {f"{size} labeler": labeler(width) for size, width in LABELERS.items()},
