@@ -10,6 +10,7 @@ cd "$(dirname "$0")/../.."
 model=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct} tasks=${TASKS:-upper+extract}
 seeds=${SEEDS:-0} steps=${STEPS:-all} folder=${FOLDER:-runs/real_model}
 task=tests/benchmarks/real_task.py
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # the page's figures are of one thread
 
 step() { # NAME FILE COMMAND...: unless it is left out, or the file that it ends with is there
     local name=$1 file=$2 begin=$SECONDS

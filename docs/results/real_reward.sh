@@ -15,6 +15,7 @@ model=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct} tasks=${TASKS:-upper+extract
 seeds=${SEEDS:-0} steps=${STEPS:-all} pairs=${PAIRS:-} folder=${FOLDER:-runs/real_reward}/$tasks
 task=tests/benchmarks/real_task.py
 export PYTHONPATH=$PWD  # for grpo.py
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # the page's figures are of one thread
 
 step() { # NAME FILE COMMAND...: unless it is left out, or the file that it ends with is there
     local name=$1 file=$2 TIMEFORMAT="seed $seed, $1: %0R s, %0U s of CPU"

@@ -44,8 +44,9 @@ RUNS = {  # what arms begin with
     "runs/begin/preference": "sft tiny --model runs/sft --dataset runs/begin/pairs/train.jsonl --epochs 2 "
     "--lr 1e-3 --weight-decay 0.1 --batch-size 8 --sample-prompts 0 --eval-dataset runs/begin/pairs/held_out.jsonl",
 }
-# For cpl.py and hir.py, for gold_labeler and annotators, and for renewed_reward
-ENVIRONMENT = peers.environment("", "tests", "tests/benchmarks")
+# For cpl.py and hir.py, for gold_labeler and annotators, and for renewed_reward; other numbers of threads round
+# differently, and after the first update every sample differs
+ENVIRONMENT = peers.environment("", "tests", "tests/benchmarks") | {"OMP_NUM_THREADS": "1"}
 FOLDER = peers.ROOT / "runs" / "experiments"  # GROUP/SEED/ARM
 HALF, FORGET = "tiny:commands=copy+ends+first+loop", "tiny:commands=rest+reverse+next+double"
 
@@ -1440,6 +1441,7 @@ def begun(names) -> dict[str, str]:
 
 
 def main(args: Args):
+    torch.set_num_threads(1)  # as ENVIRONMENT, for what is made in this process
     for path, command in begun(args.groups).items():
         run(command, peers.ROOT / path, 0)
     for name in args.groups:
