@@ -303,6 +303,7 @@ GROUPS = {
             Claim("`--reward-norm whiten`", "the recipe"),
             Claim("`--prompts-per-iteration 128 --n-samples 1`", "the recipe", row=14, says="less"),
         ),
+        seeds=5,
     ),
     "ppo_from_rejection_sampling": Group(
         {
