@@ -425,6 +425,7 @@ GROUPS = {
                 by_construction="its annotators like length, which the true reward charges for",
             ),
         ),
+        seeds=5,
     ),
     "ladder": Group(  # online DPO with judges closer and closer to the truth
         {
