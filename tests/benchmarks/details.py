@@ -91,7 +91,7 @@ def ladder(results, gain, folder) -> list[str]:
         bars = [[x.mean - x.low], [x.high - x.mean]]
         right.errorbar(kl, x.mean, yerr=bars, fmt="o", color=color, markersize=5, elinewidth=0.8, ecolor="lightgray")
         labels.append((kl, x.mean, arm.replace(", SFT's responses", " own"), color))
-    right.set(title="true reward over SFT, no hazard", xlabel="KL to SFT (nats)", xscale="log", xlim=(0.05, 20))
+    right.set(title="true reward over SFT, no hazard", xlabel="KL to SFT (nats)", xscale="log", xlim=(0.05, 50))
     right.xaxis.set_major_formatter("{x:g}")
     plots.label_points(right, labels)
     plots.save(drawing, folder / "ladder.png")

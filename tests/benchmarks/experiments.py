@@ -465,7 +465,7 @@ GROUPS = {
             Claim("online, 8, annotators without noise", "online, 8, annotators"),
             Claim("online, 8, full truth", "online, 8, true helpfulness"),
         ),
-        seeds=4,
+        seeds=5,
     ),  # fmt: skip
     "cpl": Group(  # dpo_iterative.py with docs/learn/cpl.patch
         {
