@@ -503,7 +503,7 @@ GROUPS = {
                 label="the mean at 0.5, 0.8 and 1.2 nats",
             ),
         ),
-        seeds=4,
+        seeds=5,
     ),
     "methods": Group(  # at equal KL, each seed from an SFT model and a reward model of its own
         {f"PPO, `--kl-coef {k}`": f"=advantage/reward_model_kl_coef_{name_of(k)}" for k in STRENGTHS}
