@@ -129,6 +129,12 @@ def test_a_curve_is_read_at_a_kl_between_two_of_its_arms(verdicts):
     assert verdicts.at_kl(kl, 5.0) is None  # seed 0 does not reach it
 
 
+def test_a_curve_that_folds_back_is_read_between_neighbours(verdicts):
+    kl = doubles([[4.0], [1.0], [0.5], [2.0]])  # sorted by KL, 2 nats would be the last arm: it is no neighbour of 4
+    assert torch.allclose(verdicts.at_kl(kl, 2.0), doubles([[0.5], [0.5], [0.0], [0.0]]))
+    assert torch.allclose(verdicts.at_kl(kl, 0.5), doubles([[0.0], [0.0], [1.0], [0.0]]))
+
+
 @pytest.mark.parametrize(
     "low, high, says, verdict",
     [

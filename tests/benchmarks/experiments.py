@@ -516,7 +516,7 @@ GROUPS = {
             # At 0.5 nats, since not every seed's curve of CPL reaches 0.4, which was chosen first
             Claim("discounted CPL", "PPO", row=36, kl=(0.5,), says="no less", label="at 0.5 nats"),
         ),
-        seeds=4,
+        seeds=5,
     ),
     "hacking": Group(  # by annotators to whom length counts six times
         {f"`--kl-coef {k}`": f"{PPO} --scorer runs/begin/reward_biased --kl-coef {k}" for k in ("0", "0.3")},

@@ -13,6 +13,7 @@ have a part that all arms of a seed share (the first policy, and the luck of its
 """
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -95,18 +96,18 @@ def of_seeds(values: list[float]) -> Difference:
 
 
 def at_kl(kl: torch.Tensor, x: float) -> torch.Tensor | None:
-    """Weights of a curve's arms, (arms, seeds), that give its value at KL x by interpolation, linear in log
-    KL; None if a seed's arms do not reach from below x to above. kl: (arms, seeds), nats."""
+    """Weights of a curve's arms, (arms, seeds), that give its value at KL x by interpolation between two neighbours,
+    linear in log KL; None if in some seed no two neighbours lie on both sides of x. Where a curve folds back and has
+    several values at x, the first one counts. kl: (arms, seeds), nats; arms by strength, the weakest penalty first."""
     weights = torch.zeros_like(kl)
-    for seed, column in enumerate(kl.T):
-        order = column.argsort()
-        places = zip(order, order[1:])
-        around = [(a, b) for a, b in places if column[a] <= x <= column[b]]
-        if not around or column[around[0][0]] <= 0:
+    for seed, column in enumerate(kl.T.tolist()):
+        neighbours = [sorted(pair, key=column.__getitem__) for pair in pairwise(range(len(column)))]
+        around = [(below, above) for below, above in neighbours if 0 < column[below] <= x <= column[above]]
+        if not around:
             return None
         below, above = around[0]
-        span = (column[above] / column[below]).log().item()
-        share = math.log(x / column[below].item()) / span if span else 0.0
+        span = math.log(column[above] / column[below])
+        share = math.log(x / column[below]) / span if span else 0.0
         weights[below, seed] = 1 - share
         weights[above, seed] = share
     return weights
