@@ -551,6 +551,7 @@ GROUPS = {
             Claim(f"`--value-warmup-steps {n}`", "`--value-warmup-steps 0`", row=13, label=f"{n} steps over none")
             for n in (10, 50)
         ),
+        seeds=5,
     ),
     "ptx": Group(
         {f"`--ptx-coef {c}`": f"{PPO} --ptx-dataset tiny:kind=text --ptx-coef {c}" for c in PTX},
