@@ -820,6 +820,7 @@ GROUPS = {
             ),
             Claim("Advantage Model", row=0, column="longer", margin=0.01),
         ),
+        seeds=5,
     ),  # fmt: skip
     "expected_reward": Group(  # the Advantage Model's e(x) against the policy's responses to 200 prompts
         {
