@@ -2,7 +2,7 @@
 reward, or as scorers on the same labelled pairs. Every arm and seed is a separate run in runs/experiments. They
 start from the quickstart's runs and those of runs/begin; finished runs are not repeated.
 
-    python tests/benchmarks/experiments.py                     all, 4 to 5 hours of a core
+    python tests/benchmarks/experiments.py                     all, 7 hours of a core, then the evaluations
     python tests/benchmarks/experiments.py dpo pool --publish
 
 With --publish a group's table goes to docs/results/tables/GROUP.md and to the pages that have a place for it.
@@ -44,8 +44,8 @@ RUNS = {  # what arms begin with
     "runs/begin/preference": "sft tiny --model runs/sft --dataset runs/begin/pairs/train.jsonl --epochs 2 "
     "--lr 1e-3 --weight-decay 0.1 --batch-size 8 --sample-prompts 0 --eval-dataset runs/begin/pairs/held_out.jsonl",
 }
-# For cpl.py and hir.py, for gold_labeler and annotators, and for renewed_reward; other numbers of threads round
-# differently, and after the first update every sample differs
+# Folders: for cpl.py and hir.py, for gold_labeler and annotators, and for renewed_reward. One thread: any other number
+# rounds differently, and after the first update every sample differs
 ENVIRONMENT = peers.environment("", "tests", "tests/benchmarks") | {"OMP_NUM_THREADS": "1"}
 FOLDER = peers.ROOT / "runs" / "experiments"  # GROUP/SEED/ARM
 HALF, FORGET = "tiny:commands=copy+ends+first+loop", "tiny:commands=rest+reverse+next+double"
@@ -98,7 +98,7 @@ class Group:
     """File or folder of `out`: the command that makes it of the {arms} or of their answers, for a column of OF_RUN."""
     parts: tuple[str, ...] = ()
     """Keys of PROMPTS on which the table shows the gain with its interval; (): with and without a hazard."""
-    seeds: int = 3
+    seeds: int = 5
     """Number of seeds 0, 1, ..., unless --seeds is given."""
 
 
@@ -247,12 +247,12 @@ GROUPS = {
                 label="median of 8 over 1",
             ),
         ),
-        seeds=5,
     ),
     "pool": Group(  # the same 500 prompts, 500 rows and steps in every iteration: do old responses help?
         {"pool of all iterations": pool(), "`--candidates last`": pool("--candidates last")},
         claims=(Claim("pool of all iterations", "`--candidates last`"),),
         begin={"prompts.jsonl": "prompts"},
+        seeds=3,
     ),
     "pool_forgets": Group(  # first two commands, then two others: is what was gained on the first two lost?
         {
@@ -303,7 +303,6 @@ GROUPS = {
             Claim("`--reward-norm whiten`", "the recipe"),
             Claim("`--prompts-per-iteration 128 --n-samples 1`", "the recipe", row=14, says="less"),
         ),
-        seeds=5,
     ),
     "ppo_from_rejection_sampling": Group(
         {
@@ -312,7 +311,6 @@ GROUPS = {
         },
         first="runs/rejection_sampling",
         claims=(Claim("PPO", row=3, label="PPO"), Claim("`--safety-scorer`", row=3, label="with the gate")),
-        seeds=5,
     ),
     "rehearsal": Group(  # PPO sees four commands; the other four are the forget set
         {
@@ -327,6 +325,7 @@ GROUPS = {
             "rehearsal.jsonl": "-m common.programs.rehearsal --model runs/sft --scorer runs/advantage_model "
             f"--clusters 8 --dataset {HALF}"
         },
+        seeds=3,
     ),
     "forgetting": Group(  # PPO trains on two of eight commands, at a high learning rate
         {
@@ -425,7 +424,6 @@ GROUPS = {
                 by_construction="its annotators like length, which the true reward charges for",
             ),
         ),
-        seeds=5,
     ),
     "ladder": Group(  # online DPO with judges closer and closer to the truth
         {
@@ -465,7 +463,6 @@ GROUPS = {
             Claim("online, 8, annotators without noise", "online, 8, annotators"),
             Claim("online, 8, full truth", "online, 8, true helpfulness"),
         ),
-        seeds=5,
     ),  # fmt: skip
     "cpl": Group(  # dpo_iterative.py with docs/learn/cpl.patch
         {
@@ -481,6 +478,7 @@ GROUPS = {
         },
         claims=(Claim("γ 0.9", "offline CPL, α 0.1, λ 1"),),
         begin={"cpl.py": "cpl"},
+        seeds=3,
     ),
     "advantage": Group(
         sweep("reward model", "--kl-coef", STRENGTHS, f"{PPO} --model {{out}}/sft --scorer {{out}}/reward")
@@ -503,7 +501,6 @@ GROUPS = {
                 label="the mean at 0.5, 0.8 and 1.2 nats",
             ),
         ),
-        seeds=5,
     ),
     "methods": Group(  # at equal KL, each seed from an SFT model and a reward model of its own
         {f"PPO, `--kl-coef {k}`": f"=advantage/reward_model_kl_coef_{name_of(k)}" for k in STRENGTHS}
@@ -516,7 +513,6 @@ GROUPS = {
             # At 0.5 nats, since not every seed's curve of CPL reaches 0.4, which was chosen first
             Claim("discounted CPL", "PPO", row=36, kl=(0.5,), says="no less", label="at 0.5 nats"),
         ),
-        seeds=5,
     ),
     "hacking": Group(  # by annotators to whom length counts six times
         {f"`--kl-coef {k}`": f"{PPO} --scorer runs/begin/reward_biased --kl-coef {k}" for k in ("0", "0.3")},
@@ -551,7 +547,6 @@ GROUPS = {
             Claim(f"`--value-warmup-steps {n}`", "`--value-warmup-steps 0`", row=13, label=f"{n} steps over none")
             for n in (10, 50)
         ),
-        seeds=5,
     ),
     "ptx": Group(
         {f"`--ptx-coef {c}`": f"{PPO} --ptx-dataset tiny:kind=text --ptx-coef {c}" for c in PTX},
@@ -566,7 +561,6 @@ GROUPS = {
                 Claim(f"`--ptx-coef {c}`", "`--ptx-coef 0`", row=12, says="no less", label=f"true reward with {c}"),
             )
         ),
-        seeds=5,
     ),  # fmt: skip
     "whitening": Group(
         {
@@ -596,11 +590,11 @@ GROUPS = {
             Claim(arm, "K = 0", row=21, column="right", margin=0.01, label=arm)
             for arm in ("K = 1", "K = 2", "K = 1, N = 8")
         ),
-        seeds=5,
     ),
     "ppo_others": Group(
         {f"K = {k}": f"ppo --scorer runs/experiments/others/{{seed}}/K_{k}" for k in range(3)},
         claims=(Claim("K = 1", "K = 0"), Claim("K = 2", "K = 0")),
+        seeds=3,
     ),
     "pairwise": Group(  # from the same SFT model, two passes over the same pairs, a search of the rates of both
         {f"reward model, lr {lr}": f"reward {SCORER} --model runs/sft --lr {lr}" for lr in RATES}
@@ -615,6 +609,7 @@ GROUPS = {
             for lr in RATES
         )
         + (Claim("pairwise, lr 3e-4", "reward model, lr 1e-3", column="right"),),  # the best rates, seen afterwards
+        seeds=3,
     ),
     "margin": Group(
         margins() | margins(" --max-steps 100"),
@@ -627,6 +622,7 @@ GROUPS = {
             for steps, text in (("", "750 steps"), (" --max-steps 100", "100 steps"))
             for margin in ("large", "small")
         ),
+        seeds=3,
     ),  # fmt: skip
     "pmp": Group(  # Qwen: many pairs of worse annotators (length counts six times), then 1,024 good ones
         {
@@ -640,6 +636,7 @@ GROUPS = {
             Claim("first the worse ones", "good pairs alone", row=41, column="right", margin=0.01),
             Claim("first the worse ones", "worse pairs alone", column="right", margin=0.01),
         ),
+        seeds=3,
     ),
     "frontier": Group(  # DPO's figure 2: reward against the KL
         {
@@ -660,6 +657,7 @@ GROUPS = {
             Claim("offline DPO, β 2", "PPO, `--kl-coef 1`"),
             Claim("offline DPO, β 0.05", "PPO, `--kl-coef 0.3`"),
         ),
+        seeds=3,
     ),
     "overoptimised": Group(  # far from the reference
         {"the recipe": "=ppo/the_recipe", "`--kl-coef 0`": f"{PPO} --kl-coef 0"},
@@ -667,6 +665,7 @@ GROUPS = {
             Claim("`--kl-coef 0`", "the recipe", row=37, column="score", label="the reward model's own score"),
             Claim("`--kl-coef 0`", "the recipe", row=37, says="less", label="true reward"),
         ),
+        seeds=3,
     ),
     "temperature": Group(  # the best one before each iteration, by the reward model and by the true reward
         {"by the reward model": SWEEP, "by the true reward": f"{SWEEP} --scorer common.data.tiny:gold_scorer"},
@@ -674,7 +673,6 @@ GROUPS = {
             Claim(arm, row=38, column="rise of the temperature", margin=0.1, label=arm)
             for arm in ("by the true reward", "by the reward model")
         ),
-        seeds=5,
     ),
     "temperatures": Group(  # win rates over the data set's answers, sampled at T = 0 and T = 1
         {"PPO": PPO, "offline DPO": f"dpo_iterative {BARE} {GIVEN}"},
@@ -688,7 +686,6 @@ GROUPS = {
             "temperatures": "-m common.programs.evaluate --policies dataset first=runs/sft {arms} --reference dataset "
             "--dataset tiny:kind=sft --max-length 128 --max-new-tokens 32 --temperatures 0 1"
         },
-        seeds=5,
     ),  # fmt: skip
     "student": Group(  # a model of half the size learns from the larger one's responses, or from its own
         {
@@ -704,6 +701,7 @@ GROUPS = {
             Claim("the teacher's best", "its own best"),
         ),
         begin={"half": "half"},
+        seeds=3,
     ),
     "rlaif": Group(  # labelers of tests/gold_labeler.py: they know the true reward, safety included
         {
@@ -737,7 +735,6 @@ GROUPS = {
         | labels("noisy")
         | labels("biased")
         | {"revisions": f"{FEEDBACK} revise --model gold_labeler:exact --dataset tiny"},
-        seeds=5,
     ),
     "labelers": Group(  # three sizes, trained on people's labels of 24,000 other pairs; the policy has a width of 128
         {f"{size} labeler": labeler(width) for size, width in LABELERS.items()},
@@ -820,7 +817,6 @@ GROUPS = {
             ),
             Claim("Advantage Model", row=0, column="longer", margin=0.01),
         ),
-        seeds=5,
     ),  # fmt: skip
     "expected_reward": Group(  # the Advantage Model's e(x) against the policy's responses to 200 prompts
         {
@@ -840,7 +836,6 @@ GROUPS = {
             Claim("`--expected-reward-samples 4`", "eq. 6 alone", column="expected/rmse", says="less"),
             Claim("`--expected-reward-samples 4`", "eq. 6 alone", column="right", says="no less", margin=0.01),
         ),
-        seeds=5,
     ),  # fmt: skip
     "kl": Group(  # the gradients of k3, in the reward and as a loss, against the KL's own
         {
@@ -855,7 +850,6 @@ GROUPS = {
             for place in ("near", "far from")
             for use, says in (("in the reward", "no more"), ("as a loss", "more"))
         ),
-        seeds=5,
     ),  # fmt: skip
     "renewed_reward": Group(  # iterative DPO, three rounds; the reward model is trained further on new labels, or not
         {
@@ -883,7 +877,6 @@ GROUPS = {
             Claim("renewed, round 3", "the first reward model, round 3"),
             Claim("renewed, round 3", "renewed, round 1"),
         ),
-        seeds=5,
     ),
     "hindsight": Group(  # the true reward says which of 4 responses to each of 3,000 prompts are good
         {
@@ -944,6 +937,7 @@ GROUPS = {
             Claim("hir.py", "hir.py, without its two terms", row=43),
             Claim("a second round of hindsight", "the best of 4, two iterations"),
         ),
+        seeds=3,
     ),  # fmt: skip
     "readme": Group(
         {
@@ -956,7 +950,6 @@ GROUPS = {
             "`dpo_iterative.py`, offline": "=dpo/offline_DPO_as_many_pairs_1_480",
         },
         begin={"rehearsal.jsonl": "-m common.programs.rehearsal --model runs/sft --scorer runs/advantage_model"},
-        seeds=5,
     ),
 }
 
