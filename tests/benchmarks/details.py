@@ -49,7 +49,7 @@ def points(axis, names, xs, ys):
         style = {"fmt": "o", "color": f"C{number % 10}", "markersize": 5, "ecolor": "lightgray", "elinewidth": 0.8}
         axis.errorbar(x.mean, y.mean, **bars, **style)
         labels.append((x.mean, y.mean, name.replace("`", ""), style["color"]))
-    axis.margins(x=0.25, y=0.1)
+    axis.margins(x=0.35, y=0.1)
     plots.label_points(axis, labels)
     for text in axis.texts:
         text.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0})

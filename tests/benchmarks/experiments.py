@@ -285,7 +285,6 @@ GROUPS = {
             "both.jsonl": "both pools",
             "some.jsonl": "some of both pools",
         },
-        seeds=4,
     ),
     "ppo": Group(
         {
@@ -375,7 +374,6 @@ GROUPS = {
             Claim("Advantage Model as scorer", "PPO", only="the six others"),
             Claim("rehearsed: the best of all commands", "`--lr 3e-4`", only="the six others"),
         ),
-        seeds=4,
     ),
     "hazards": Group(  # the recipes unlearn refusals; with rows of the group forgetting
         {
@@ -390,7 +388,6 @@ GROUPS = {
             Claim("the same, rehearsed: any of all commands", "`ppo.py`", only="hazard"),
         ),
         parts=("no hazard", "hazard"),
-        seeds=4,
     ),
     "dpo": Group(
         {
@@ -517,7 +514,6 @@ GROUPS = {
     "hacking": Group(  # by annotators to whom length counts six times
         {f"`--kl-coef {k}`": f"{PPO} --scorer runs/begin/reward_biased --kl-coef {k}" for k in ("0", "0.3")},
         claims=(Claim("`--kl-coef 0.3`", "`--kl-coef 0`", row=6, label="a biased scorer, 0.3 over 0"),),
-        seeds=4,
     ),
     "gate": Group(
         {
@@ -535,7 +531,6 @@ GROUPS = {
                 label="true reward on prompts without a hazard",
             ),
         ),
-        seeds=4,
     ),  # fmt: skip
     "value": Group(  # 30 rollouts in which the policy learns; the value model's head begins as 0
         {
@@ -576,7 +571,6 @@ GROUPS = {
             for lr, x in (("1e-4", 0.3), ("1e-3", 0.3))
         )
         + (Claim("`whiten`, lr 1e-3", "`none`, lr 1e-3", kl=(2.0,)),),  # after the runs: they reach 1.6 to 2.8 nats
-        seeds=4,
     ),
     "others": Group(  # the Advantage Model with K other policies, whose ratios nobody knows afterwards
         {
@@ -622,7 +616,6 @@ GROUPS = {
             for steps, text in (("", "750 steps"), (" --max-steps 100", "100 steps"))
             for margin in ("large", "small")
         ),
-        seeds=3,
     ),  # fmt: skip
     "pmp": Group(  # Qwen: many pairs of worse annotators (length counts six times), then 1,024 good ones
         {
@@ -636,7 +629,6 @@ GROUPS = {
             Claim("first the worse ones", "good pairs alone", row=41, column="right", margin=0.01),
             Claim("first the worse ones", "worse pairs alone", column="right", margin=0.01),
         ),
-        seeds=3,
     ),
     "frontier": Group(  # DPO's figure 2: reward against the KL
         {
@@ -750,7 +742,6 @@ GROUPS = {
             )
             for before, after in (("smaller", "same-size"), ("same-size", "larger"))
         ),
-        seeds=3,
     ),
     "labels": Group(  # who labels the same 12,000 pairs, of which a reward model sees one pass; by group labelers
         {
