@@ -252,7 +252,6 @@ GROUPS = {
         {"pool of all iterations": pool(), "`--candidates last`": pool("--candidates last")},
         claims=(Claim("pool of all iterations", "`--candidates last`"),),
         begin={"prompts.jsonl": "prompts"},
-        seeds=3,
     ),
     "pool_forgets": Group(  # first two commands, then two others: is what was gained on the first two lost?
         {
@@ -588,7 +587,6 @@ GROUPS = {
     "ppo_others": Group(
         {f"K = {k}": f"ppo --scorer runs/experiments/others/{{seed}}/K_{k}" for k in range(3)},
         claims=(Claim("K = 1", "K = 0"), Claim("K = 2", "K = 0")),
-        seeds=3,
     ),
     "pairwise": Group(  # from the same SFT model, two passes over the same pairs, a search of the rates of both
         {f"reward model, lr {lr}": f"reward {SCORER} --model runs/sft --lr {lr}" for lr in RATES}
@@ -657,7 +655,6 @@ GROUPS = {
             Claim("`--kl-coef 0`", "the recipe", row=37, column="score", label="the reward model's own score"),
             Claim("`--kl-coef 0`", "the recipe", row=37, says="less", label="true reward"),
         ),
-        seeds=3,
     ),
     "temperature": Group(  # the best one before each iteration, by the reward model and by the true reward
         {"by the reward model": SWEEP, "by the true reward": f"{SWEEP} --scorer common.data.tiny:gold_scorer"},
@@ -693,7 +690,6 @@ GROUPS = {
             Claim("the teacher's best", "its own best"),
         ),
         begin={"half": "half"},
-        seeds=3,
     ),
     "rlaif": Group(  # labelers of tests/gold_labeler.py: they know the true reward, safety included
         {
