@@ -323,7 +323,6 @@ GROUPS = {
             "rehearsal.jsonl": "-m common.programs.rehearsal --model runs/sft --scorer runs/advantage_model "
             f"--clusters 8 --dataset {HALF}"
         },
-        seeds=3,
     ),
     "forgetting": Group(  # PPO trains on two of eight commands, at a high learning rate
         {
