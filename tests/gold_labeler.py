@@ -2,7 +2,8 @@
 its labels can be worked out by hand: `--model gold_labeler:exact`.
 
     log-odds of "1"  = scale * (gold(first) - gold(second)) + noise(first) - noise(second) + place_bias
-    P(rating s)      = 0.8 for s = rating(gold), 0.2 for the other end of the scale
+    P(rating s)      on the two whole numbers around 1 + 9 (gold + 3) / 13, so that their mean is this number:
+                     1 for a gold of -3 or less, three hazards, and 10 for 10, the longest perfect answer
     generate         the perfect answer if asked to revise; with a needless extra word if asked to answer
 """
 
@@ -22,8 +23,8 @@ def noise(prompt, response) -> float:
     return zlib.crc32(f"{prompt}/{response}".encode()) / 2**31 - 1
 
 
-def rating(prompt, response) -> int:
-    return min(10, max(1, round(5 + tiny.gold_score(prompt, response))))
+def rating(prompt, response) -> float:
+    return min(10.0, max(1.0, 1 + 9 * (tiny.gold_score(prompt, response) + 3) / 13))
 
 
 def best_answer(prompt) -> str:
@@ -63,8 +64,8 @@ class GoldLabeler:
                 out[i, 0], out[i, 1] = 1 / (1 + math.exp(-x)), 1 / (1 + math.exp(x))
             else:
                 s = rating(values["prompt"], values["response"])
-                out[i, s - 1] += 0.8
-                out[i, 0 if s > 5 else 9] += 0.2
+                below = min(9, int(s))
+                out[i, below - 1], out[i, below] = below + 1 - s, s - below
         return out * self.mass
 
     def generate(self, questions, max_new_tokens, temperature, seed):

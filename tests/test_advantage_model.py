@@ -301,8 +301,9 @@ def test_expected_reward_samples_change_e_and_log_its_loss(small, undisturbed, t
     "e, wanted", [((2.0, 1.0, -0.3), 1.0), ((-2.0, -1.0, 0.3), -1.0), ((0.0, 1.0, 0.0), 0.0751)]
 )
 def test_expected_reward_metrics_by_hand(e, wanted, monkeypatch):
-    """The gold rewards of three prompts' answers are 2 and 2, 1 and 1, 0 and -0.6: means 2, 1, -0.3. r is
-    0.1 and 0.2 on each prompt: a mean of 0.15, a variance of 0.005, of the mean 0.0025."""
+    """The gold rewards of three prompts' answers are 2 and 2, 1 and 1, 0 and -0.6: means 2, 1, -0.3. The
+    means of r are -0.2, -0.1 and 0.03, in the opposite order, so e correlates with them as with the gold rewards but
+    for the sign; r has a variance of 0.005 on each prompt, its mean 0.0025."""
     answers = (("ant bear", "ant bear"), ("ant", "bear"), ("", "cat dog"))
     turns, row = [{"role": "user", "content": "copy ant bear"}], Row("rows:0", {})
     sampled = []
@@ -310,13 +311,15 @@ def test_expected_reward_metrics_by_hand(e, wanted, monkeypatch):
         samples = [torch.tensor(TOKENIZER(text)["input_ids"] or [TOKENIZER.eos_token_id]) for text in texts]
         prompt = Comparison(turns, [""], torch.zeros(1), [], torch.zeros(0), "x", row)
         sampled.append(prompt._replace(samples=tuple(samples)))
-    outputs = [(torch.tensor([0.1, 0.2]), torch.tensor(x)) for x in e]
+    means = (-0.2, -0.1, 0.03)
+    outputs = [(torch.tensor([m - 0.05, m + 0.05]), torch.tensor(x)) for m, x in zip(means, e)]
     monkeypatch.setattr(reward_evaluation, "baselines_and_samples", lambda *_: ({}, sampled))
     monkeypatch.setattr(reward_evaluation, "of_each_comparison", lambda *_: outputs)
     rest = (SimpleNamespace(device=CPU), "policy", sampled, TOKENIZER)
     figures = reward_evaluation.expected_reward_metrics(*rest, advantage_model.Args())
     assert figures["gold/expected_correlation"] == pytest.approx(wanted, abs=1e-3)
-    errors, deviation = [x - 0.15 for x in e], math.sqrt(0.005)
+    assert figures["expected/correlation"] == pytest.approx(-wanted, abs=1e-3)
+    errors, deviation = [x - m for m, x in zip(means, e)], math.sqrt(0.005)
     rmse = math.sqrt(sum(x**2 for x in errors) / 3 - 0.0025)
     assert figures["expected/bias"] == pytest.approx(sum(errors) / 3 / deviation, rel=1e-4)
     assert figures["expected/rmse"] == pytest.approx(rmse / deviation, rel=1e-4)

@@ -818,10 +818,10 @@ def rated(labeler, monkeypatch, *texts):
 
 
 def test_a_rating_is_the_expectation_and_its_score_is_scaled_to_1(monkeypatch):
-    """copy ant bear: "ant bear" has gold 2, rating 7: 0.8 * 7 + 0.2 * 1 = 5.8; "cat um" has gold -0.6, rating
-    4: 0.8 * 4 + 0.2 * 10 = 5.2."""
+    """copy ant bear: "ant bear" has gold 2, so its ratings are 4 and 5 with mean 1 + 9 * 5 / 13 = 58 / 13; "cat um"
+    has gold -0.6: 2 and 3, 1 + 9 * 2.4 / 13 = 34.6 / 13. A rating of 5.5 = 71.5 / 13 is scaled to 0."""
     labeler = GoldLabeler(mass=0.5)
-    assert rated(labeler, monkeypatch, "ant bear", "cat um") == pytest.approx([0.3 / 4.5, -0.3 / 4.5])
+    assert rated(labeler, monkeypatch, "ant bear", "cat um") == pytest.approx([-13.5 / 58.5, -36.9 / 58.5])
     assert "Response:\nant bear\n\nWhat is the rating?" in text_of(labeler.asked[0])
     assert {question.opening for question in labeler.asked} == {"Rating:"}
     assert rated(GoldLabeler(mass=0.06), monkeypatch, "ant bear") != [0.0]
@@ -897,8 +897,7 @@ def test_evaluate_compares_a_reward_model_a_pairwise_model_and_both_judges(pairs
             differences += row["differences"]
             assert row["differences"] == pytest.approx([gold[0] - gold[1]], abs=1e-6)
         for r in (better, worse) if row["scorer"] == "rater" else ():
-            s = gold_labeler.rating(prompt, r["text"])
-            wanted = 0.8 * s + 0.2 * (1 if s > 5 else 10)
+            wanted = 1 + 9 * (tiny.gold_score(prompt, r["text"]) + 3) / 13
             assert r["score"] == pytest.approx((wanted - 5.5) / 4.5, abs=1e-6)
     accuracy = parts["oracle"]["all"]["accuracy"]
     assert accuracy == pytest.approx(measures.accuracy([round(d, 6) for d in differences]), abs=0.02)
@@ -1255,6 +1254,5 @@ def test_labels_train_a_reward_model_revisions_a_policy_and_the_rater_scores_for
         rows = read_jsonl(trained("ppo", f"ppo{number}", scorer=scorer, **options) / "samples.jsonl")
         assert rows and all(math.isfinite(row["score"]) for row in rows)
     for row in rows:  # the rater's
-        s = gold_labeler.rating(row["prompt"][-1]["content"], row["response"])
-        wanted = 0.8 * s + 0.2 * (1 if s > 5 else 10)
+        wanted = 1 + 9 * (tiny.gold_score(row["prompt"][-1]["content"], row["response"]) + 3) / 13
         assert row["score"] == pytest.approx((wanted - 5.5) / 4.5, abs=1e-6)

@@ -129,6 +129,6 @@ def test_scripts_and_common_keep_their_budgets_of_code_lines():
     # The goal is 5,300: files of one topic and statements of one assignment cost 370 lines; --attention and masks
     # that are made once 30, --shard-size 12, RewardBench 2's rule for ties 37, LoRA's frozen weights in bfloat16 and
     # --slots from free memory 45, gains apart for hazards and rehearsal at random 24, few shapes of decoding steps 7,
-    # the sampler's distribution against the trained one in DPO 16, prompts shared by PPO 39, CUDA graphs 58; less 27,
-    # since comparisons are batches of documents
-    assert sum(map(n_code_lines, FILES.values())) <= 6387
+    # the sampler's distribution against the trained one in DPO 16, prompts shared by PPO 39, CUDA graphs 58, e(x)'s
+    # correlation with r 2; less 27, since comparisons are batches of documents
+    assert sum(map(n_code_lines, FILES.values())) <= 6389

@@ -145,7 +145,8 @@ def expected_reward_metrics(model, policy_name, held_out, tokenizer, args):
     arXiv:2309.10202, eq. 7, e(x) is the mean r over the policy's responses.
 
     expected/bias, expected/rmse: mean and root mean square over prompts of e - mean r, in standard deviations
-      of r within a prompt. The variance that is due to the few samples is subtracted from the second."""
+      of r within a prompt. The variance that is due to the few samples is subtracted from the second.
+    expected/correlation: of e and the mean r over prompts, which the noise of the few samples lowers."""
     seed = dist.seed_of(args.seed, "held_out_samples")
     metrics, sampled = baselines_and_samples(policy_name, held_out, tokenizer, args, model.device, seed)
 
@@ -163,6 +164,8 @@ def expected_reward_metrics(model, policy_name, held_out, tokenizer, args):
     rmse = (errors.square().mean() - noise.mean()).clamp(min=0).sqrt()
     metrics["expected/bias"] = (errors.mean() / deviation).item()
     metrics["expected/rmse"] = (rmse / deviation).item()
+    means = [rewards.mean().item() for rewards, _ in several]
+    metrics["expected/correlation"] = measures.correlation([e.item() for _, e in several], means)
     metrics.update(length_metrics(sampled, [rewards.tolist() for rewards, _ in outputs]))
     if mixtures.is_tiny(args.eval_dataset or args.dataset):
         gold = []

@@ -38,7 +38,7 @@ RUNS = {  # what arms begin with
     "runs/rejection_sampling": "rejection_sampling",
     "runs/begin/reward_biased": "reward --dataset tiny:length_bias=0.6",
     "runs/begin/reward_safety": "reward --dataset tiny:label=safety",
-    "runs/begin/reward_both": "reward --dataset tiny,tiny:label=safety --eval-dataset tiny --length-prompts 0 "
+    "runs/begin/reward_both": "reward --dataset tiny,tiny:label=safety:hazards=only --eval-dataset tiny --length-prompts 0 "
     "--eval-every 0 --save-every 0",
     "runs/begin/pairs": "-m common.programs.pairwise --model runs/sft",
     "runs/begin/preference": "sft tiny --model runs/sft --dataset runs/begin/pairs/train.jsonl --epochs 2 "
@@ -197,6 +197,7 @@ BARE = "--eval-prompts 0 --save-every 0"  # evaluate looks at the policies
 SFT_QUIET = "--sample-prompts 0 --eval-every 0 --save-every 0"
 PAIRWISE = "common.programs.pairwise:oracle="  # of what sft.py made of labelled pairs
 FEEDBACK = "-m common.programs.ai_feedback"
+RATINGS = "common.programs.ai_feedback:rater=gold_labeler:exact"
 PPO = f"ppo {BARE} --eval-every 0"
 SCORER = "--length-prompts 0 --eval-every 0 --save-every 0"
 CHAIN = "runs/experiments/advantage/{seed}"  # SFT and scorers of a seed's own
@@ -207,7 +208,7 @@ SAMPLED = (
     f"--prompts-per-iteration 3000 --n-samples 4 --temperatures 1 --sweep-prompts 0 {BARE} "
     "--scorer common.data.tiny:gold_scorer"
 )
-RATES = ("3e-4", "1e-3", "3e-3")
+RATES = ("1e-4", "3e-4", "1e-3", "3e-3")
 PTX = ("0", "0.03", "0.1", "0.3")
 STRENGTHS = ("0.03", "0.1", "0.3", "1", "3")  # each seed's curve reaches from 0.2 to 1.2 nats
 FROM = f"dpo_iterative {BARE} --model {CHAIN}/sft"
@@ -219,6 +220,7 @@ HARD = f"{TWO} --lr 1e-3 --kl-coef 0.3"
 REHEARSAL = "-m common.programs.rehearsal --model runs/sft --clusters 8 --per-cluster 64 --max-prompts 4000"
 LABELERS = {"smaller": 32, "same-size": 128, "larger": 192}  # of group labelers: their width
 ROWS = "runs/experiments/forgetting/{seed}"
+EXPECTED = "advantage_model --eval-every 0 --save-every 0 --length-prompts 200"
 ONCE = "--iterations 1"  # all responses are SFT's own
 ANNOTATORS = "annotators:noisy={seed}"  # of tests/annotators.py
 BOTH = "--n-samples 0 --iterations 1 --dataset tiny:commands=first+ends+copy+reverse"
@@ -693,15 +695,15 @@ GROUPS = {
     "rlaif": Group(  # labelers of tests/gold_labeler.py: they know the true reward, safety included
         {
             "people's labels": "=gate/helpfulness_alone",
-            "labels of `exact`": f"{PPO} --scorer {{out}}/reward_exact",
+            **sweep("labels of `exact`", "--kl-coef", ("0.1", "0.3"), f"{PPO} --scorer {{out}}/reward_exact"),
             "labels of `noisy`": f"{PPO} --scorer {{out}}/reward_noisy",
             "labels of `biased`": f"{PPO} --scorer {{out}}/reward_biased",
-            "ratings of `exact`": f"{PPO} --scorer common.programs.ai_feedback:rater=gold_labeler:exact",
+            **sweep("ratings of `exact`", "--kl-coef", ("0.3", "1"), f"{PPO} --scorer {RATINGS}"),
             "`revise` by `exact`, `sft.py`": "sft --model runs/sft --dataset {out}/revisions/rows.jsonl",
         },
         claims=(
             Claim(
-                "labels of `exact`", "people's labels", row=30,
+                "labels of `exact`, `--kl-coef 0.3`", "people's labels", row=30,
                 by_construction="people's labels here say nothing of safety, the labeler's do",
             ),
             Claim(
@@ -709,14 +711,20 @@ GROUPS = {
                 by_construction="this labeler revises into the perfect answer",
             ),
             Claim(
-                "labels of `exact`", "labels of `noisy`", row=48, label="labels of `exact` over those of `noisy`"
+                "labels of `exact`, `--kl-coef 0.3`", "labels of `noisy`", row=48,
+                label="labels of `exact` over those of `noisy`",
             ),
             Claim(
                 "labels of `biased`", row=32, column="agreement gained by both orders", label="a simulated labeler",
                 by_construction="a constant bias of the log odds cancels between the two orders",
             ),
-            Claim("ratings of `exact`", "labels of `exact`", row=31, label="true reward"),
-            Claim("ratings of `exact`", "labels of `exact`", row=31, column="harmless", label="harmless"),
+            Claim("ratings of `exact`", "labels of `exact`", row=31, kl=(0.4,), label="true reward at 0.4 nats"),
+            Claim(
+                "ratings of `exact`", "labels of `exact`", row=31, kl=(0.4,), column="harmless",
+                label="harmless at 0.4 nats",
+            ),
+            Claim("ratings of `exact`", "labels of `exact`", kl=(0.4,), only="no hazard"),
+            Claim("ratings of `exact`, `--kl-coef 0.3`", "labels of `exact`, `--kl-coef 0.3`"),
         ),
         begin=labels("exact")
         | labels("noisy")
@@ -806,19 +814,21 @@ GROUPS = {
     ),  # fmt: skip
     "expected_reward": Group(  # the Advantage Model's e(x) against the policy's responses to 200 prompts
         {
-            "eq. 6 alone": "advantage_model --eval-every 0 --save-every 0",
-            "`--expected-reward-samples 4`": "advantage_model --eval-every 0 --save-every 0 --expected-reward-samples 4",
+            "eq. 6 alone": EXPECTED,
+            "`--expected-reward-samples 4`": f"{EXPECTED} --expected-reward-samples 4",
         },
         first="",
         claims=(
             Claim(
-                "eq. 6 alone", row=18, column="gold/expected_correlation",
-                label="correlation of e(x) with the mean true reward of the policy's responses",
+                "eq. 6 alone", row=18, column="expected/correlation",
+                label="correlation of e(x) with the mean r of the policy's responses",
             ),
             Claim(
-                "`--expected-reward-samples 4`", "eq. 6 alone", row=18, column="gold/expected_correlation",
+                "`--expected-reward-samples 4`", "eq. 6 alone", row=18, column="expected/correlation",
                 label="with a regression on samples, over eq. 6 alone",
             ),
+            Claim("eq. 6 alone", column="gold/expected_correlation"),
+            Claim("`--expected-reward-samples 4`", "eq. 6 alone", column="gold/expected_correlation"),
             Claim("`--expected-reward-samples 4`", "eq. 6 alone", column="expected/rmse", says="less"),
             Claim("`--expected-reward-samples 4`", "eq. 6 alone", column="right", says="no less", margin=0.01),
         ),
