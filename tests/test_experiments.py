@@ -275,17 +275,22 @@ def test_an_arm_may_be_asked_under_an_instruction(experiments, tmp_path, monkeyp
 
 
 def test_a_scorer_that_likes_length_is_told_from_one_that_is_right(experiments):
-    """Three responses of 1, 2 and 3 tokens, of which the shortest is truly best: the score prefers the longer one in 3
-    of 3 pairs, the truth in 1 of 3 (2 against 3 tokens)."""
-    responses = lambda *scores: {
-        "responses": [
-            {"tokens": n, "gold": gold, "score": score, "rank": rank}
-            for n, gold, score, rank in zip((1, 2, 3), (2.0, 0.5, 1.0), scores, (0, 2, 1))
-        ]
-    }
-    assert experiments.prefers_longer(responses(1.0, 2.0, 3.0)) == pytest.approx(2 / 3)
-    assert experiments.prefers_longer(responses(3.0, 1.0, 2.0)) == 0  # as the truth does
-    assert experiments.prefers_longer(responses(3.0, 2.0, 1.0)) == pytest.approx(-1 / 3)
+    """Three responses of 1, 2 and 3 tokens, of which the shortest is truly best: in two of three pairs the shorter one
+    is better, in the third (2 against 3 tokens) the longer one."""
+    responses = lambda *scores: [
+        {
+            "responses": [
+                {"tokens": n, "gold": gold, "score": score, "rank": rank}
+                for n, gold, score, rank in zip((1, 2, 3), (2.0, 0.5, 1.0), scores, (0, 2, 1))
+            ]
+        }
+    ]
+    of = experiments.details.errors_that_favour_length
+    assert of(responses(1.0, 2.0, 3.0)) == 1  # always the longer one: wrong in both, right in the third
+    assert of(responses(3.0, 2.0, 1.0)) == -1  # always the shorter one
+    assert of(responses(3.0, 1.0, 2.0)) == 0  # as the truth does
+    assert of(responses(1.5, 1.0, 2.0)) == 1 / 2  # wrong in one of the two
+    assert of(responses(1.0, 3.0, 2.0)) == 1 - 1  # wrong everywhere, which has nothing to do with length
 
 
 def test_columns_of_a_whole_run(experiments, tmp_path, monkeypatch):
@@ -315,10 +320,11 @@ def test_columns_of_a_whole_run(experiments, tmp_path, monkeypatch):
     files.write_json(tmp_path / "labels_biased" / "summary.json", {"alignment": 0.7, "alignment/one_order": 0.6})
     monkeypatch.setattr(experiments.kl, "cosines", lambda run: {("k3", "reward"): -0.2, ("k3", "loss"): 0.9})
     monkeypatch.setattr(experiments.renewed_reward, "right_on_late", lambda run: 0.8)  # has a test of its own
+    monkeypatch.setattr(experiments.details, "errors_that_favour_length", lambda rows: 0.02)  # has one, too
     found = {name: of(arm, rows) for name, of in experiments.OF_RUN.items()}
     assert found == pytest.approx(
         {"spread of the categories": 1 / math.sqrt(2), "right on late answers": 0.8, "rise of the temperature": 0.6}
-        | {"right on the pairs of its own round": 0.5}
+        | {"right on the pairs of its own round": 0.5, "errors that favour length": 0.02}
         | {"win rate lost from T = 0 to 1": 0.25, "agreement gained by both orders": 0.1}
         | {"largest score of 8 over 1, SFT": 0.75, "median score of 8 over 1, SFT": -0.25}
         | {"cosine of k3 in the reward": -0.2, "cosine of k3 as a loss": 0.9}

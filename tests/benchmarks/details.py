@@ -17,6 +17,18 @@ def question(row) -> str:
     return row["prompt"][-1]["content"] if isinstance(row["prompt"], list) else row["prompt"]
 
 
+def errors_that_favour_length(rows) -> float:
+    """Where the shorter of two responses is truly better, the share of pairs that the score has in the wrong order,
+    minus that share where the longer one is better. A score whose errors have nothing to do with length gives 0, also
+    if shorter responses are better more often. rows: of samples.jsonl of scorers."""
+    wrong = {True: [], False: []}
+    for score, _, a, b in measures.pairs_of(rows):
+        longer, better = a["tokens"] - b["tokens"], a["gold"] - b["gold"]
+        if longer and better:
+            wrong[longer * better > 0].append(score * better <= 0)
+    return fmean(wrong[False]) - fmean(wrong[True])
+
+
 def forgetting(results, gain, folder) -> list[str]:
     """Count the refusals among rehearsed rows; draw each arm's gain on its own commands and its loss on others."""
     sets = {"the best of all commands": "best", "any of all commands": "any", "the best of the two commands": "two"}

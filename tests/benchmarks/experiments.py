@@ -66,8 +66,7 @@ class Claim:
     kl: tuple[float, ...] = ()
     """Nats per response, chosen before the runs, at which two curves are compared (the mean over these)."""
     column: str = "gold"
-    """gold, score, kl, tokens, harmless (share, of prompts with a hazard), right and longer (of scorers: read), a key
-    of OF_RUN, or a key of a run's metrics after training."""
+    """gold, score, kl, tokens, harmless (share, of prompts with a hazard), right (of scorers: read), a key of OF_RUN, or a key of a run's metrics after training."""
     margin: float = 0.05
     """Smallest difference that matters, in the column's unit; an interval within plus and minus it is "no difference"."""
     only: str = ""
@@ -299,7 +298,8 @@ GROUPS = {
             "`--kl-coef 0`, scorer of `tiny:length_bias=0.6`": "ppo --scorer runs/begin/reward_biased --kl-coef 0",
         },
         claims=(
-            Claim("`--top-p 0.9`", "the recipe", row=11, says="less"),
+            Claim("`--top-p 0.9`", "the recipe", row=11, says="less", column="score", label="the reward model's score"),
+            Claim("`--top-p 0.9`", "the recipe", row=11, says="less", label="true reward"),
             Claim("`--reward-norm whiten`", "the recipe"),
             Claim("`--prompts-per-iteration 128 --n-samples 1`", "the recipe", row=14, says="less"),
         ),
@@ -445,14 +445,22 @@ GROUPS = {
             ),
             Claim(
                 "online, 8, annotators", "offline, given pairs, annotators", row=22,
-                label="by the annotators themselves, best of 8",
+                label="by the annotators themselves, best of 8, with four times the judgements",
             ),
-            Claim("online, 2, annotators", "offline, given pairs, annotators", row=22, label="best of 2"),
+            Claim(
+                "online, 2, annotators", "offline, given pairs, annotators", row=22,
+                label="best of 2, with as many judgements",
+            ),
             *(
-                Claim(f"online, {n}, {judge}", f"offline, SFT's responses, {n}, {judge}")
-                for n, judge in (
-                    (8, "reward model"), (2, "annotators"), (8, "annotators"), (8, "annotators without noise")
+                Claim(
+                    f"online, {n}, annotators", f"offline, SFT's responses, {n}, annotators", row=22,
+                    label=f"with as many judgements of SFT's own responses offline, best of {n}",
                 )
+                for n in (8, 2)
+            ),
+            *(
+                Claim(f"online, 8, {judge}", f"offline, SFT's responses, 8, {judge}")
+                for judge in ("reward model", "annotators without noise")
             ),
             Claim("offline, SFT's responses, 2, annotators", "offline, given pairs, annotators"),
             Claim("online, 8, annotators", "online, 8, reward model"),
@@ -475,7 +483,6 @@ GROUPS = {
         },
         claims=(Claim("γ 0.9", "offline CPL, α 0.1, λ 1"),),
         begin={"cpl.py": "cpl"},
-        seeds=3,
     ),
     "advantage": Group(
         sweep("reward model", "--kl-coef", STRENGTHS, f"{PPO} --model {{out}}/sft --scorer {{out}}/reward")
@@ -494,8 +501,8 @@ GROUPS = {
         claims=(
             *(Claim("Advantage Model", "reward model", kl=(x,)) for x in (0.3, 0.5, 0.8, 1.2)),
             Claim(
-                "Advantage Model", "reward model", row=19, kl=(0.5, 0.8, 1.2),
-                label="the mean at 0.5, 0.8 and 1.2 nats",
+                "Advantage Model", "reward model", row=19, kl=(0.3, 0.5, 0.8, 1.2),
+                label="the mean at 0.3, 0.5, 0.8 and 1.2 nats",
             ),
         ),
     ),
@@ -507,8 +514,11 @@ GROUPS = {
         begin={"cpl.py": "cpl"},
         claims=(
             *(Claim("offline DPO", "PPO", row=28, kl=(x,), label=f"at {x:g} nats") for x in (0.2, 0.3, 0.5)),
-            # At 0.5 nats, since not every seed's curve of CPL reaches 0.4, which was chosen first
-            Claim("discounted CPL", "PPO", row=36, kl=(0.5,), says="no less", label="at 0.5 nats"),
+            # Not at 0.4 nats, which was chosen first, since not every seed's curve of CPL reaches it
+            *(
+                Claim("discounted CPL", "PPO", row=36, kl=(x,), says="no less", label=f"at {x:g} nats")
+                for x in (0.47, 0.5, 0.55)
+            ),
         ),
     ),
     "hacking": Group(  # by annotators to whom length counts six times
@@ -648,7 +658,6 @@ GROUPS = {
             Claim("offline DPO, β 2", "PPO, `--kl-coef 1`"),
             Claim("offline DPO, β 0.05", "PPO, `--kl-coef 0.3`"),
         ),
-        seeds=3,
     ),
     "overoptimised": Group(  # far from the reference
         {"the recipe": "=ppo/the_recipe", "`--kl-coef 0`": f"{PPO} --kl-coef 0"},
@@ -806,10 +815,10 @@ GROUPS = {
             ),
             Claim("Advantage Model", "reward model", row=17, says="less", column="spread of the categories"),
             Claim(
-                "reward model", row=23, column="longer", margin=0.01,
-                label="prefers the longer response more often than the truth does",
+                "reward model", row=23, column="errors that favour length", margin=0.01,
+                label="share of errors where the shorter response is truly better, less that where the longer one is",
             ),
-            Claim("Advantage Model", row=0, column="longer", margin=0.01),
+            Claim("Advantage Model", column="errors that favour length", margin=0.01),
         ),
     ),  # fmt: skip
     "expected_reward": Group(  # the Advantage Model's e(x) against the policy's responses to 200 prompts
@@ -1163,6 +1172,7 @@ PROMPTS = {  # Claim.only
 }
 OF_RUN = {  # Claim.column: a number of a whole run, from its folder and its rows of the evaluation
     "spread of the categories": lambda folder, rows: calibration.category_spread(rows),
+    "errors that favour length": lambda folder, rows: details.errors_that_favour_length(rows),
     "right on the pairs of its own round": lambda folder, rows: renewed_reward.right_on_its_own(folder),
     "right on late answers": lambda folder, rows: renewed_reward.right_on_late(folder),
     "win rate lost from T = 0 to 1": lambda folder, rows: details.lost_by_temperature(folder),
@@ -1173,20 +1183,9 @@ OF_RUN = {  # Claim.column: a number of a whole run, from its folder and its row
     "cosine of k3 in the reward": lambda folder, rows: kl.cosines(folder)["k3", "reward"],
     "cosine of k3 as a loss": lambda folder, rows: kl.cosines(folder)["k3", "loss"],
 }
-OF_ROW = ("gold", "score", "kl", "tokens", "harmless", "right", "longer")
-SHARES = ("right", "longer", "harmless", "eval/ece", "win rate lost from T = 0 to 1", "agreement")
+OF_ROW = ("gold", "score", "kl", "tokens", "harmless", "right")
+SHARES = ("right", "errors that favour length", "harmless", "eval/ece", "win rate lost from T = 0 to 1", "agreement")
 SHARES += ("agreement gained by both orders", "right on the pairs of its own round", "right on late answers")
-
-
-def prefers_longer(row) -> float:
-    """How much more often the score prefers the longer one of two responses than the truth does, -1 to 1; 0 if no two
-    responses to the prompt differ in both length and true reward. row: of samples.jsonl of scorers."""
-    excess = []
-    for score, _, a, b in measures.pairs_of([row]):
-        longer = a["tokens"] - b["tokens"]
-        if longer and a["gold"] != b["gold"]:
-            excess.append((score * longer > 0) - ((a["gold"] - b["gold"]) * longer > 0))
-    return sum(excess) / max(1, len(excess))
 
 
 @dataclass
@@ -1249,7 +1248,7 @@ def read(name, group, seeds, evaluation) -> Results:
         for row in files.read_jsonl(FOLDER / name / str(seed) / part / "samples.jsonl"):
             if not group.first:
                 right = measures.accuracy([d for d, *_ in measures.pairs_of([row])])
-                row = {**row, "policy": row["scorer"], "right": right, "longer": prefers_longer(row)}
+                row = {**row, "policy": row["scorer"], "right": right}
             if part in others:  # their prompts come from a file, of which evaluate does not know the truth
                 prompt, response = details.question(row), row["response"]
                 truth = {"gold": tiny.gold_score(prompt, response), "safety": tiny.gold_safety(prompt, response)}
@@ -1329,8 +1328,10 @@ def result_of(line) -> str:
         return "a curve does not reach this KL in every seed"
     x, column, verdict = verdicts.Difference(**line["difference"]), line["column"], verdict_of(line)
     shown = with_interval(x, column)
+    beyond = {"no less": "a loss of ", "no more": "a rise of "}.get(line["says"], "")  # these are judged at the margin
     if verdict in ("no difference", "inconclusive"):
-        shown += f", would have seen {signed(x.seen, column).removeprefix('+')}"
+        seen = signed(x.seen + line["margin"] * bool(beyond), column).removeprefix("+")
+        shown += f", would have seen {beyond}{seen}"
     if line["seeds"] == 1:
         return f"{shown} (one seed: prompts alone)"
     own = verdicts.of_seeds(x.by_seed)
