@@ -704,7 +704,7 @@ GROUPS = {
     "rlaif": Group(  # labelers of tests/gold_labeler.py: they know the true reward, safety included
         {
             "people's labels": "=gate/helpfulness_alone",
-            **sweep("labels of `exact`", "--kl-coef", ("0.1", "0.3"), f"{PPO} --scorer {{out}}/reward_exact"),
+            **sweep("labels of `exact`", "--kl-coef", ("0.1", "0.3", "1"), f"{PPO} --scorer {{out}}/reward_exact"),
             "labels of `noisy`": f"{PPO} --scorer {{out}}/reward_noisy",
             "labels of `biased`": f"{PPO} --scorer {{out}}/reward_biased",
             **sweep("ratings of `exact`", "--kl-coef", ("0.3", "1"), f"{PPO} --scorer {RATINGS}"),
