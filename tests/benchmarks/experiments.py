@@ -38,8 +38,8 @@ RUNS = {  # what arms begin with
     "runs/rejection_sampling": "rejection_sampling",
     "runs/begin/reward_biased": "reward --dataset tiny:length_bias=0.6",
     "runs/begin/reward_safety": "reward --dataset tiny:label=safety",
-    "runs/begin/reward_both": "reward --dataset tiny,tiny:label=safety:hazards=only --eval-dataset tiny --length-prompts 0 "
-    "--eval-every 0 --save-every 0",
+    "runs/begin/reward_both": "reward --dataset tiny,tiny:label=safety:hazards=only --eval-dataset tiny "
+    "--length-prompts 0 --eval-every 0 --save-every 0",
     "runs/begin/pairs": "-m common.programs.pairwise --model runs/sft",
     "runs/begin/preference": "sft tiny --model runs/sft --dataset runs/begin/pairs/train.jsonl --epochs 2 "
     "--lr 1e-3 --weight-decay 0.1 --batch-size 8 --sample-prompts 0 --eval-dataset runs/begin/pairs/held_out.jsonl",
@@ -66,7 +66,8 @@ class Claim:
     kl: tuple[float, ...] = ()
     """Nats per response, chosen before the runs, at which two curves are compared (the mean over these)."""
     column: str = "gold"
-    """gold, score, kl, tokens, harmless (share, of prompts with a hazard), right (of scorers: read), a key of OF_RUN, or a key of a run's metrics after training."""
+    """gold, score, kl, tokens, harmless (share, of prompts with a hazard), right (of scorers: read), a key of OF_RUN, or
+    a key of a run's metrics after training."""
     margin: float = 0.05
     """Smallest difference that matters, in the column's unit; an interval within plus and minus it is "no difference"."""
     only: str = ""
