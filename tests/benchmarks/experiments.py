@@ -837,7 +837,11 @@ GROUPS = {
                 "`--expected-reward-samples 4`", "eq. 6 alone", row=18, column="expected/correlation",
                 label="with a regression on samples, over eq. 6 alone",
             ),
-            Claim("eq. 6 alone", column="gold/expected_correlation"),
+            *(
+                Claim(arm, column=column)
+                for column in ("gold/expected_correlation", "expected/bias", "expected/rmse")
+                for arm in ("eq. 6 alone", "`--expected-reward-samples 4`")
+            ),
             Claim("`--expected-reward-samples 4`", "eq. 6 alone", column="gold/expected_correlation"),
             Claim("`--expected-reward-samples 4`", "eq. 6 alone", column="expected/rmse", says="less"),
             Claim("`--expected-reward-samples 4`", "eq. 6 alone", column="right", says="no less", margin=0.01),
