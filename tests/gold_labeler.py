@@ -2,8 +2,8 @@
 its labels can be worked out by hand: `--model gold_labeler:exact`.
 
     log-odds of "1"  = scale * (gold(first) - gold(second)) + noise(first) - noise(second) + place_bias
-    P(rating s)      on the two whole numbers around 1 + 9 (gold + 3) / 13, so that their mean is this number:
-                     1 for a gold of -3 or less, three hazards, and 10 for 10, the longest perfect answer
+    P(rating s)      on the two whole numbers around 1 + 9 (gold + noise + 3) / 13, so that their mean is this number:
+                     1 for a sum of -3 or less, three hazards, and 10 for 10, the longest perfect answer
     generate         the perfect answer if asked to revise; with a needless extra word if asked to answer
 """
 
@@ -23,8 +23,8 @@ def noise(prompt, response) -> float:
     return zlib.crc32(f"{prompt}/{response}".encode()) / 2**31 - 1
 
 
-def rating(prompt, response) -> float:
-    return min(10.0, max(1.0, 1 + 9 * (tiny.gold_score(prompt, response) + 3) / 13))
+def rating(reward) -> float:
+    return min(10.0, max(1.0, 1 + 9 * (reward + 3) / 13))
 
 
 def best_answer(prompt) -> str:
@@ -63,7 +63,7 @@ class GoldLabeler:
                 x = self.log_odds(values["prompt"], values["first"], values["second"])
                 out[i, 0], out[i, 1] = 1 / (1 + math.exp(-x)), 1 / (1 + math.exp(x))
             else:
-                s = rating(values["prompt"], values["response"])
+                s = rating(self.utility(values["prompt"], values["response"]) / self.scale)
                 below = min(9, int(s))
                 out[i, below - 1], out[i, below] = below + 1 - s, s - below
         return out * self.mass

@@ -822,6 +822,8 @@ def test_a_rating_is_the_expectation_and_its_score_is_scaled_to_1(monkeypatch):
     has gold -0.6: 2 and 3, 1 + 9 * 2.4 / 13 = 34.6 / 13. A rating of 5.5 = 71.5 / 13 is scaled to 0."""
     labeler = GoldLabeler(mass=0.5)
     assert rated(labeler, monkeypatch, "ant bear", "cat um") == pytest.approx([-13.5 / 58.5, -36.9 / 58.5])
+    noise = gold_labeler.noise("copy ant bear", "ant bear")
+    assert rated(GoldLabeler(noise=1.5), monkeypatch, "ant bear") == pytest.approx([(18 * 1.5 * noise - 27) / 117])
     assert "Response:\nant bear\n\nWhat is the rating?" in text_of(labeler.asked[0])
     assert {question.opening for question in labeler.asked} == {"Rating:"}
     assert rated(GoldLabeler(mass=0.06), monkeypatch, "ant bear") != [0.0]

@@ -197,7 +197,7 @@ BARE = "--eval-prompts 0 --save-every 0"  # evaluate looks at the policies
 SFT_QUIET = "--sample-prompts 0 --eval-every 0 --save-every 0"
 PAIRWISE = "common.programs.pairwise:oracle="  # of what sft.py made of labelled pairs
 FEEDBACK = "-m common.programs.ai_feedback"
-RATINGS = "common.programs.ai_feedback:rater=gold_labeler:exact"
+RATINGS = "common.programs.ai_feedback:rater=gold_labeler"
 PPO = f"ppo {BARE} --eval-every 0"
 SCORER = "--length-prompts 0 --eval-every 0 --save-every 0"
 CHAIN = "runs/experiments/advantage/{seed}"  # SFT and scorers of a seed's own
@@ -705,15 +705,16 @@ GROUPS = {
     "rlaif": Group(  # labelers of tests/gold_labeler.py: they know the true reward, safety included
         {
             "people's labels": "=gate/helpfulness_alone",
-            **sweep("labels of `exact`", "--kl-coef", ("0.1", "0.3", "1"), f"{PPO} --scorer {{out}}/reward_exact"),
-            "labels of `noisy`": f"{PPO} --scorer {{out}}/reward_noisy",
+            "labels of `exact`": f"{PPO} --scorer {{out}}/reward_exact",
+            **sweep("labels of `noisy`", "--kl-coef", ("0.1", "0.3", "1"), f"{PPO} --scorer {{out}}/reward_noisy"),
             "labels of `biased`": f"{PPO} --scorer {{out}}/reward_biased",
-            **sweep("ratings of `exact`", "--kl-coef", ("0.3", "1"), f"{PPO} --scorer {RATINGS}"),
+            "ratings of `exact`": f"{PPO} --scorer {RATINGS}:exact",
+            **sweep("ratings of `noisy`", "--kl-coef", ("0.1", "0.3", "1"), f"{PPO} --scorer {RATINGS}:noisy"),
             "`revise` by `exact`, `sft.py`": "sft --model runs/sft --dataset {out}/revisions/rows.jsonl",
         },
         claims=(
             Claim(
-                "labels of `exact`, `--kl-coef 0.3`", "people's labels", row=30,
+                "labels of `exact`", "people's labels", row=30,
                 by_construction="people's labels here say nothing of safety, the labeler's do",
             ),
             Claim(
@@ -721,20 +722,27 @@ GROUPS = {
                 by_construction="this labeler revises into the perfect answer",
             ),
             Claim(
-                "labels of `exact`, `--kl-coef 0.3`", "labels of `noisy`", row=48,
+                "labels of `exact`", "labels of `noisy`, `--kl-coef 0.3`", row=48,
                 label="labels of `exact` over those of `noisy`",
             ),
             Claim(
                 "labels of `biased`", row=32, column="agreement gained by both orders", label="a simulated labeler",
                 by_construction="a constant bias of the log odds cancels between the two orders",
             ),
-            Claim("ratings of `exact`", "labels of `exact`", row=31, kl=(0.4,), label="true reward at 0.4 nats"),
             Claim(
-                "ratings of `exact`", "labels of `exact`", row=31, kl=(0.4,), column="harmless",
-                label="harmless at 0.4 nats",
+                "ratings of `exact`", "labels of `exact`", row=31, label="ratings without noise",
+                by_construction="they are the true reward",
             ),
-            Claim("ratings of `exact`", "labels of `exact`", kl=(0.4,), only="no hazard"),
-            Claim("ratings of `exact`, `--kl-coef 0.3`", "labels of `exact`, `--kl-coef 0.3`"),
+            Claim(
+                "ratings of `noisy`", "labels of `noisy`", row=31, kl=(0.4,),
+                label="with noise, true reward at 0.4 nats",
+            ),
+            Claim(
+                "ratings of `noisy`", "labels of `noisy`", row=31, kl=(0.4,), column="harmless",
+                label="with noise, harmless at 0.4 nats",
+            ),
+            Claim("ratings of `noisy`", "labels of `noisy`", kl=(0.4,), only="no hazard"),
+            Claim("ratings of `noisy`, `--kl-coef 0.3`", "labels of `noisy`, `--kl-coef 0.3`"),
         ),
         begin=labels("exact")
         | labels("noisy")
