@@ -274,23 +274,21 @@ def test_an_arm_may_be_asked_under_an_instruction(experiments, tmp_path, monkeyp
         experiments.read("made", group, 2, "evaluate")
 
 
-def test_a_scorer_that_likes_length_is_told_from_one_that_is_right(experiments):
-    """Three responses of 1, 2 and 3 tokens, of which the shortest is truly best: in two of three pairs the shorter one
-    is better, in the third (2 against 3 tokens) the longer one."""
-    responses = lambda *scores: [
-        {
-            "responses": [
-                {"tokens": n, "gold": gold, "score": score, "rank": rank}
-                for n, gold, score, rank in zip((1, 2, 3), (2.0, 0.5, 1.0), scores, (0, 2, 1))
-            ]
-        }
-    ]
-    of = experiments.details.errors_that_favour_length
-    assert of(responses(1.0, 2.0, 3.0)) == 1  # always the longer one: wrong in both, right in the third
-    assert of(responses(3.0, 2.0, 1.0)) == -1  # always the shorter one
-    assert of(responses(3.0, 1.0, 2.0)) == 0  # as the truth does
-    assert of(responses(1.5, 1.0, 2.0)) == 1 / 2  # wrong in one of the two
-    assert of(responses(1.0, 3.0, 2.0)) == 1 - 1  # wrong everywhere, which has nothing to do with length
+def test_what_a_word_is_worth_to_a_score(experiments):
+    """Pairs of true reward 2 and 0 whose lengths differ by 0, 2 and -2 words, and of 1 and 0 by 1 and -1. At equal truth
+    a word counts 0.6 for a score of twice the reward and 0.6 a word: 0.3 of the reward. The cube of the reward has
+    nothing to do with length, although long answers are the better ones in a third set; a regression over all pairs would
+    find something there."""
+    pairs = [((2.0, 4), (0.0, 4)), ((2.0, 5), (0.0, 3)), ((2.0, 3), (0.0, 5)), ((1.0, 2), (0.0, 1)), ((1.0, 1), (0.0, 2))]
+    pairs += [((3.0, 9), (0.0, 1)), ((0.0, 2), (3.0, 8))]
+
+    def worth(score):
+        of = lambda gold, n, rank: {"gold": gold, "tokens": n, "rank": rank, "score": score(gold, n)}
+        return experiments.details.worth_of_a_word([{"responses": [of(*a, 0), of(*b, 1)]} for a, b in pairs])
+
+    assert worth(lambda gold, n: 2 * gold + 0.6 * n) == pytest.approx(0.3)
+    assert worth(lambda gold, n: gold**3) == pytest.approx(0)
+    assert worth(lambda gold, n: gold - 0.2 * n) == pytest.approx(-0.2)
 
 
 def test_columns_of_a_whole_run(experiments, tmp_path, monkeypatch):
@@ -320,11 +318,11 @@ def test_columns_of_a_whole_run(experiments, tmp_path, monkeypatch):
     files.write_json(tmp_path / "labels_biased" / "summary.json", {"alignment": 0.7, "alignment/one_order": 0.6})
     monkeypatch.setattr(experiments.kl, "cosines", lambda run: {("k3", "reward"): -0.2, ("k3", "loss"): 0.9})
     monkeypatch.setattr(experiments.renewed_reward, "right_on_late", lambda run: 0.8)  # has a test of its own
-    monkeypatch.setattr(experiments.details, "errors_that_favour_length", lambda rows: 0.02)  # has one, too
+    monkeypatch.setattr(experiments.details, "worth_of_a_word", lambda rows: 0.3)  # has one, too
     found = {name: of(arm, rows) for name, of in experiments.OF_RUN.items()}
     assert found == pytest.approx(
         {"spread of the categories": 1 / math.sqrt(2), "right on late answers": 0.8, "rise of the temperature": 0.6}
-        | {"right on the pairs of its own round": 0.5, "errors that favour length": 0.02}
+        | {"right on the pairs of its own round": 0.5, "worth of a word": 0.2}
         | {"win rate lost from T = 0 to 1": 0.25, "agreement gained by both orders": 0.1}
         | {"largest score of 8 over 1, SFT": 0.75, "median score of 8 over 1, SFT": -0.25}
         | {"cosine of k3 in the reward": -0.2, "cosine of k3 as a loss": 0.9}

@@ -17,16 +17,23 @@ def question(row) -> str:
     return row["prompt"][-1]["content"] if isinstance(row["prompt"], list) else row["prompt"]
 
 
-def errors_that_favour_length(rows) -> float:
-    """Where the shorter of two responses is truly better, the share of pairs that the score has in the wrong order,
-    minus that share where the longer one is better. A score whose errors have nothing to do with length gives 0, also
-    if shorter responses are better more often. rows: of samples.jsonl of scorers."""
-    wrong = {True: [], False: []}
+def worth_of_a_word(rows) -> float:
+    """What a longer response's word is worth to a score, in units of the true reward: the slope of the score over
+    length among pairs with the same difference of true reward, divided by its slope over that difference. 0 for a
+    score that follows the truth, however noisy or curved; 0.1 for the annotators. rows: of samples.jsonl of scorers."""
+    same_gap = {}
     for score, _, a, b in measures.pairs_of(rows):
-        longer, better = a["tokens"] - b["tokens"], a["gold"] - b["gold"]
-        if longer and better:
-            wrong[longer * better > 0].append(score * better <= 0)
-    return fmean(wrong[False]) - fmean(wrong[True])
+        gap, longer = round(a["gold"] - b["gold"], 3), a["tokens"] - b["tokens"]
+        if gap:
+            same_gap.setdefault(abs(gap), []).append((longer, score) if gap > 0 else (-longer, -score))
+    xy = xx = 0.0
+    for pairs in same_gap.values():
+        lengths, scores = map(fmean, zip(*pairs))
+        xy += sum((x - lengths) * (y - scores) for x, y in pairs)
+        xx += sum((x - lengths) ** 2 for x, _ in pairs)
+    of_word = xy / xx
+    of_gap = sum(gap * (y - of_word * x) for gap, pairs in same_gap.items() for x, y in pairs)
+    return of_word * sum(gap**2 * len(pairs) for gap, pairs in same_gap.items()) / of_gap
 
 
 def forgetting(results, gain, folder) -> list[str]:

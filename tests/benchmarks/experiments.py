@@ -450,7 +450,7 @@ GROUPS = {
             ),
             Claim(
                 "online, 2, annotators", "offline, given pairs, annotators", row=22,
-                label="best of 2, with as many judgements",
+                label="best of 2, with half as many judgements again",
             ),
             *(
                 Claim(
@@ -824,10 +824,10 @@ GROUPS = {
             ),
             Claim("Advantage Model", "reward model", row=17, says="less", column="spread of the categories"),
             Claim(
-                "reward model", row=23, column="errors that favour length", margin=0.01,
-                label="share of errors where the shorter response is truly better, less that where the longer one is",
+                "reward model", row=23, column="worth of a word",
+                label="what a word is worth to it at equal true reward, beyond the annotators' 0.1",
             ),
-            Claim("Advantage Model", column="errors that favour length", margin=0.01),
+            Claim("Advantage Model", column="worth of a word"),
         ),
     ),  # fmt: skip
     "expected_reward": Group(  # the Advantage Model's e(x) against the policy's responses to 200 prompts
@@ -1185,7 +1185,7 @@ PROMPTS = {  # Claim.only
 }
 OF_RUN = {  # Claim.column: a number of a whole run, from its folder and its rows of the evaluation
     "spread of the categories": lambda folder, rows: calibration.category_spread(rows),
-    "errors that favour length": lambda folder, rows: details.errors_that_favour_length(rows),
+    "worth of a word": lambda folder, rows: details.worth_of_a_word(rows) - 0.1,  # which the annotators add for a word
     "right on the pairs of its own round": lambda folder, rows: renewed_reward.right_on_its_own(folder),
     "right on late answers": lambda folder, rows: renewed_reward.right_on_late(folder),
     "win rate lost from T = 0 to 1": lambda folder, rows: details.lost_by_temperature(folder),
@@ -1197,7 +1197,7 @@ OF_RUN = {  # Claim.column: a number of a whole run, from its folder and its row
     "cosine of k3 as a loss": lambda folder, rows: kl.cosines(folder)["k3", "loss"],
 }
 OF_ROW = ("gold", "score", "kl", "tokens", "harmless", "right")
-SHARES = ("right", "errors that favour length", "harmless", "eval/ece", "win rate lost from T = 0 to 1", "agreement")
+SHARES = ("right", "harmless", "eval/ece", "win rate lost from T = 0 to 1", "agreement")
 SHARES += ("agreement gained by both orders", "right on the pairs of its own round", "right on late answers")
 
 
