@@ -802,7 +802,6 @@ GROUPS = {
             "reward_both": f"reward {SCORER} --dataset tiny,{{out}}/labels_same_size/rows.jsonl --epochs 1 "
             "--eval-dataset tiny",
         },
-        seeds=3,
     ),  # fmt: skip
     "scorers": Group(  # the Advantage Model's table 1, figures 2 and 4; and which model likes length
         {
