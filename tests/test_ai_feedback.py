@@ -823,7 +823,7 @@ def test_a_rating_is_the_expectation_and_its_score_is_scaled_to_1(monkeypatch):
     labeler = GoldLabeler(mass=0.5)
     assert rated(labeler, monkeypatch, "ant bear", "cat um") == pytest.approx([-13.5 / 58.5, -36.9 / 58.5])
     noise = gold_labeler.noise("copy ant bear", "ant bear")
-    assert rated(GoldLabeler(noise=1.5), monkeypatch, "ant bear") == pytest.approx([(18 * 1.5 * noise - 27) / 117])
+    assert rated(GoldLabeler(noise=1.5), monkeypatch, "ant bear") == pytest.approx([(9 * 1.5 * noise - 13.5) / 58.5])
     assert "Response:\nant bear\n\nWhat is the rating?" in text_of(labeler.asked[0])
     assert {question.opening for question in labeler.asked} == {"Rating:"}
     assert rated(GoldLabeler(mass=0.06), monkeypatch, "ant bear") != [0.0]
@@ -899,7 +899,7 @@ def test_evaluate_compares_a_reward_model_a_pairwise_model_and_both_judges(pairs
             differences += row["differences"]
             assert row["differences"] == pytest.approx([gold[0] - gold[1]], abs=1e-6)
         for r in (better, worse) if row["scorer"] == "rater" else ():
-            wanted = 1 + 9 * (tiny.gold_score(prompt, r["text"]) + 3) / 13
+            wanted = gold_labeler.rating(tiny.gold_score(prompt, r["text"]))
             assert r["score"] == pytest.approx((wanted - 5.5) / 4.5, abs=1e-6)
     accuracy = parts["oracle"]["all"]["accuracy"]
     assert accuracy == pytest.approx(measures.accuracy([round(d, 6) for d in differences]), abs=0.02)
@@ -1256,5 +1256,5 @@ def test_labels_train_a_reward_model_revisions_a_policy_and_the_rater_scores_for
         rows = read_jsonl(trained("ppo", f"ppo{number}", scorer=scorer, **options) / "samples.jsonl")
         assert rows and all(math.isfinite(row["score"]) for row in rows)
     for row in rows:  # the rater's
-        wanted = 1 + 9 * (tiny.gold_score(row["prompt"][-1]["content"], row["response"]) + 3) / 13
+        wanted = gold_labeler.rating(tiny.gold_score(row["prompt"][-1]["content"], row["response"]))
         assert row["score"] == pytest.approx((wanted - 5.5) / 4.5, abs=1e-6)

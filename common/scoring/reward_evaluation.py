@@ -158,14 +158,14 @@ def expected_reward_metrics(model, policy_name, held_out, tokenizer, args):
     several = [(rewards, expected) for rewards, expected in outputs if len(rewards) > 1]
     if not several:
         return metrics
-    errors = torch.stack([expected - rewards.mean() for rewards, expected in several])
+    means = torch.stack([rewards.mean() for rewards, _ in several])
+    errors = torch.stack([expected for _, expected in several]) - means
     deviation = torch.stack([rewards.var() for rewards, _ in several]).mean().sqrt()
     noise = torch.stack([rewards.var() / len(rewards) for rewards, _ in several])  # variance of the mean r
     rmse = (errors.square().mean() - noise.mean()).clamp(min=0).sqrt()
     metrics["expected/bias"] = (errors.mean() / deviation).item()
     metrics["expected/rmse"] = (rmse / deviation).item()
-    means = [rewards.mean().item() for rewards, _ in several]
-    metrics["expected/correlation"] = measures.correlation([e.item() for _, e in several], means)
+    metrics["expected/correlation"] = measures.correlation([e.item() for _, e in several], means.tolist())
     metrics.update(length_metrics(sampled, [rewards.tolist() for rewards, _ in outputs]))
     if mixtures.is_tiny(args.eval_dataset or args.dataset):
         gold = []

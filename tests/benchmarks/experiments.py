@@ -450,7 +450,7 @@ GROUPS = {
             ),
             Claim(
                 "online, 2, annotators", "offline, given pairs, annotators", row=22,
-                label="best of 2, with half as many judgements again",
+                label="best of 2, with one and a half times the judgements",
             ),
             *(
                 Claim(
@@ -515,7 +515,7 @@ GROUPS = {
         begin={"cpl.py": "cpl"},
         claims=(
             *(Claim("offline DPO", "PPO", row=28, kl=(x,), label=f"at {x:g} nats") for x in (0.2, 0.3, 0.5)),
-            # Not at 0.4 nats, which was chosen first, since not every seed's curve of CPL reaches it
+            # Not at 0.4 nats, which was chosen first and which not every seed's curve of CPL reaches; after the runs
             *(
                 Claim("discounted CPL", "PPO", row=36, kl=(x,), says="no less", label=f"at {x:g} nats")
                 for x in (0.47, 0.5, 0.55)
