@@ -407,8 +407,8 @@ GROUPS = {
         claims=(
             Claim("the recipe", "offline DPO, as many pairs (1,480)"),
             Claim("the recipe", "`--start-from sft`", row=47, says="no less"),
-            Claim("the recipe", "`--reference last`", row=46),
-            Claim("`--enhancer previous`", "the recipe", row=27),
+            Claim("the recipe", "`--reference last`", row=46, label="at β 0.5"),
+            Claim("`--enhancer previous`", "the recipe", row=27, label="at β 0.5"),
             Claim(
                 "the same, `--length-penalty 0.1`", "a reward model of `tiny:length_bias=0.6`", row=24,
                 column="tokens", says="less", label="tokens",
@@ -421,6 +421,21 @@ GROUPS = {
                 "a reward model of `tiny:length_bias=0.6`", "the recipe", row=25, says="less",
                 by_construction="its annotators like length, which the true reward charges for",
             ),
+        ),
+    ),
+    "dpo_by_beta": Group(  # references and the enhancer at equal KL
+        {
+            "the recipe, `--beta 0.5`": "=dpo/the_recipe",
+            "the recipe, `--beta 1`": "dpo_iterative --beta 1",
+            "the recipe, `--beta 2`": "=frontier/iterative_DPO_β_2",
+            "`--reference last`, `--beta 0.5`": "=dpo/reference_last",
+            **sweep("`--reference last`", "--beta", ("1", "2", "5"), "dpo_iterative --reference last"),
+            "`--enhancer previous`, `--beta 0.5`": "=dpo/enhancer_previous",
+            **sweep("`--enhancer previous`", "--beta", ("1", "2"), "dpo_iterative --enhancer previous"),
+        },
+        claims=(
+            Claim("the recipe", "`--reference last`", row=46, kl=(0.8, 1.5), label="at 0.8 and 1.5 nats"),
+            Claim("`--enhancer previous`", "the recipe", row=27, kl=(0.8, 1.5), label="at 0.8 and 1.5 nats"),
         ),
     ),
     "ladder": Group(  # online DPO with judges closer and closer to the truth
