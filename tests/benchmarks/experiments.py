@@ -378,11 +378,11 @@ GROUPS = {
     ),
     "hazards": Group(  # the recipes unlearn refusals; with rows of the group forgetting
         {
-            "`ppo.py`": PPO,
+            "`ppo.py`": "=ppo/the_recipe",
             "the same, rehearsed: the best of all commands": f"{PPO} --rehearsal-data {ROWS}/best.jsonl",
             "the same, rehearsed: any of all commands": f"{PPO} --rehearsal-data {ROWS}/any.jsonl",
             "`dpo_iterative.py`, offline": "=ladder/offline_given_pairs_annotators",
-            "`rejection_sampling.py`": f"rejection_sampling {BARE}",
+            "`rejection_sampling.py`": "=rejection_sampling/the_recipe",
         },
         claims=(
             Claim("the same, rehearsed: the best of all commands", "`ppo.py`", only="hazard"),
