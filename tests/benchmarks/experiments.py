@@ -628,7 +628,6 @@ GROUPS = {
             for lr in RATES
         )
         + (Claim("pairwise, lr 3e-4", "reward model, lr 1e-3", column="right"),),  # the best rates, seen afterwards
-        seeds=3,
     ),
     "margin": Group(
         margins() | margins(" --max-steps 100"),
