@@ -968,7 +968,6 @@ GROUPS = {
             Claim("hir.py", "hir.py, without its two terms", row=43),
             Claim("a second round of hindsight", "the best of 4, two iterations"),
         ),
-        seeds=3,
     ),  # fmt: skip
     "readme": Group(
         {
