@@ -98,8 +98,6 @@ class Group:
     """File or folder of `out`: the command that makes it of the {arms} or of their answers, for a column of OF_RUN."""
     parts: tuple[str, ...] = ()
     """Keys of PROMPTS on which the table shows the gain with its interval; (): with and without a hazard."""
-    seeds: int = 5
-    """Number of seeds 0, 1, ..., unless --seeds is given."""
 
 
 def name_of(arm):
@@ -429,7 +427,7 @@ GROUPS = {
             "the recipe, `--beta 1`": "dpo_iterative --beta 1",
             "the recipe, `--beta 2`": "=frontier/iterative_DPO_β_2",
             "`--reference last`, `--beta 0.5`": "=dpo/reference_last",
-            **sweep("`--reference last`", "--beta", ("1", "2", "5"), "dpo_iterative --reference last"),
+            **sweep("`--reference last`", "--beta", ("1", "2", "5", "10"), "dpo_iterative --reference last"),
             "`--enhancer previous`, `--beta 0.5`": "=dpo/enhancer_previous",
             **sweep("`--enhancer previous`", "--beta", ("1", "2"), "dpo_iterative --enhancer previous"),
         },
@@ -1436,8 +1434,8 @@ def publish_claims(name, lines, root=peers.ROOT):
 @dataclass
 class Args:
     groups: tyro.conf.Positional[tuple[Literal[tuple(GROUPS)], ...]] = tuple(GROUPS)
-    seeds: int | None = None
-    """Number of seeds 0, 1, ... of prompts, samples and order; RUNS have seed 0. Default: the group's number."""
+    seeds: int = 5
+    """Number of seeds 0, 1, ... of prompts, samples and order; RUNS have seed 0."""
     publish: bool = False
     """Write the tables into docs/."""
 
@@ -1465,8 +1463,7 @@ def main(args: Args):
     for path, command in begun(args.groups).items():
         run(command, peers.ROOT / path, 0)
     for name in args.groups:
-        group, commits = GROUPS[name], {}
-        seeds = args.seeds or group.seeds
+        group, seeds, commits = GROUPS[name], args.seeds, {}
         for seed in range(seeds):
             commits.update(dict.fromkeys(run_group(name, seed)))
         lines = []
