@@ -2,7 +2,7 @@
 reward, or as scorers on the same labelled pairs. Every arm and seed is a separate run in runs/experiments. They
 start from the quickstart's runs and those of runs/begin; finished runs are not repeated.
 
-    python tests/benchmarks/experiments.py                     all, 8 hours of a core, then the evaluations
+    python tests/benchmarks/experiments.py                     all, 9 hours of a core, then the evaluations
     python tests/benchmarks/experiments.py dpo pool --publish
 
 With --publish a group's table goes to docs/results/tables/GROUP.md and to the pages that have a place for it.
