@@ -379,7 +379,7 @@ GROUPS = {
             "`ppo.py`": "=ppo/the_recipe",
             "the same, rehearsed: the best of all commands": f"{PPO} --rehearsal-data {ROWS}/best.jsonl",
             "the same, rehearsed: any of all commands": f"{PPO} --rehearsal-data {ROWS}/any.jsonl",
-            "`dpo_iterative.py`, offline": "=ladder/offline_given_pairs_annotators",
+            "`dpo_iterative.py`, offline": "=dpo/offline_DPO_as_many_pairs_1_480",
             "`rejection_sampling.py`": "=rejection_sampling/the_recipe",
         },
         claims=(
@@ -438,18 +438,18 @@ GROUPS = {
     ),
     "ladder": Group(  # online DPO with judges closer and closer to the truth
         {
-            "offline, given pairs, annotators": f"dpo_iterative {BARE} {GIVEN}",
+            "offline, given pairs, annotators": "=dpo/offline_DPO_as_many_pairs_1_480",
             "offline, SFT's responses, 2, annotators": rung(ANNOTATORS, 2070, f"{ONCE} --n-samples 2"),
             "offline, SFT's responses, 8, annotators": rung(ANNOTATORS, 1534, ONCE),
             "offline, SFT's responses, 8, reward model": rung("runs/reward", 1500, ONCE),
             "offline, SFT's responses, 8, annotators without noise": rung("annotators:utility", 1534, ONCE),
-            "online, 8, reward model": rung("runs/reward", 500),
+            "online, 8, reward model": "=dpo/the_recipe",
             "online, 2, annotators": rung(ANNOTATORS, 740, "--n-samples 2"),
             "online, 8, annotators": rung(ANNOTATORS, 525),
             "online, 8, annotators without noise": rung("annotators:utility", 600),
             "online, 8, true helpfulness": rung("annotators:helpful", 600),
             "online, 8, full truth": rung("common.data.tiny:gold_scorer", 592),
-            "online, 8, reward model, β 2": rung("runs/reward", 500, "--beta 2"),
+            "online, 8, reward model, β 2": "=frontier/iterative_DPO_β_2",
             "online, 8, annotators, β 2": rung(ANNOTATORS, 525, "--beta 2"),
         },
         claims=(
@@ -536,14 +536,17 @@ GROUPS = {
         ),
     ),
     "hacking": Group(  # by annotators to whom length counts six times
-        {f"`--kl-coef {k}`": f"{PPO} --scorer runs/begin/reward_biased --kl-coef {k}" for k in ("0", "0.3")},
+        {
+            "`--kl-coef 0`": "=ppo/kl_coef_0_scorer_of_tiny_length_bias_0_6",
+            "`--kl-coef 0.3`": f"{PPO} --scorer runs/begin/reward_biased --kl-coef 0.3",
+        },
         claims=(Claim("`--kl-coef 0.3`", "`--kl-coef 0`", row=6, label="a biased scorer, 0.3 over 0"),),
     ),
     "gate": Group(
         {
-            "helpfulness alone": PPO,
+            "helpfulness alone": "=ppo/the_recipe",
             "one model of both labels": f"{PPO} --scorer runs/begin/reward_both",
-            "two models, gated": f"{PPO} --safety-scorer runs/begin/reward_safety",
+            "two models, gated": "=ppo/safety_scorer_runs_reward_safety",
         },
         claims=(
             Claim("two models, gated", "one model of both labels", row=4, label="two models over one, true reward"),
@@ -568,7 +571,8 @@ GROUPS = {
         ),
     ),
     "ptx": Group(
-        {f"`--ptx-coef {c}`": f"{PPO} --ptx-dataset tiny:kind=text --ptx-coef {c}" for c in PTX},
+        {f"`--ptx-coef {c}`": f"{PPO} --ptx-dataset tiny:kind=text --ptx-coef {c}" for c in PTX}
+        | {"`--ptx-coef 0.1`": "=ppo/ptx_dataset_tiny_kind_text_ptx_coef_0_1"},
         claims=tuple(
             claim
             for c in PTX[1:]
@@ -703,9 +707,9 @@ GROUPS = {
         {
             "the student": "sft --model {out}/half --sample-prompts 0",
             "its own best": "rejection_sampling --model {out}/the_student",
-            "the teacher": "rejection_sampling",
+            "the teacher": "=rejection_sampling/the_recipe",
             "the teacher's best": "rejection_sampling --model {out}/the_student --n-samples 0 --iterations 1 "
-            "--pool {out}/the_teacher/pool.jsonl",
+            "--pool runs/experiments/rejection_sampling/{seed}/the_recipe/pool.jsonl",
         },
         claims=(
             Claim("its own best", "the student"),
@@ -716,7 +720,7 @@ GROUPS = {
     ),
     "rlaif": Group(  # labelers of tests/gold_labeler.py: they know the true reward, safety included
         {
-            "people's labels": "=gate/helpfulness_alone",
+            "people's labels": "=ppo/the_recipe",
             "labels of `exact`": f"{PPO} --scorer {{out}}/reward_exact",
             **sweep("labels of `noisy`", "--kl-coef", ("0.1", "0.3", "1"), f"{PPO} --scorer {{out}}/reward_noisy"),
             "labels of `biased`": f"{PPO} --scorer {{out}}/reward_biased",
@@ -868,7 +872,7 @@ GROUPS = {
     ),  # fmt: skip
     "kl": Group(  # the gradients of k3, in the reward and as a loss, against the KL's own
         {
-            "near SFT": f"ppo {BARE} --eval-every 0",
+            "near SFT": "=ppo/the_recipe",
             "far from SFT": f"ppo {BARE} --eval-every 0 --kl-coef 0.05 --lr 3e-4 --iterations 20",
         },
         claims=tuple(
@@ -1462,8 +1466,9 @@ def main(args: Args):
     torch.set_num_threads(1)  # as ENVIRONMENT, for what is made in this process
     for path, command in begun(args.groups).items():
         run(command, peers.ROOT / path, 0)
+    seeds = args.seeds
     for name in args.groups:
-        group, seeds, commits = GROUPS[name], args.seeds, {}
+        group, commits = GROUPS[name], {}
         for seed in range(seeds):
             commits.update(dict.fromkeys(run_group(name, seed)))
         lines = []
