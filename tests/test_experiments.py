@@ -211,12 +211,12 @@ def test_claims_of_a_group_reach_the_page(experiments, tmp_path, monkeypatch):
 
 
 def test_a_group_starts_with_only_the_runs_that_it_names(experiments):
-    assert list(experiments.begun(["advantage"])) == ["runs/sft", "runs/reward"]
+    assert list(experiments.begun(["advantage"])) == ["runs/sft", "runs/reward", "runs/advantage_model"]
     assert list(experiments.begun(["hacking"])) == ["runs/sft", "runs/reward", "runs/begin/reward_biased"]
     preference = ["runs/begin/pairs", "runs/begin/preference"]  # it learns from those pairs
     assert set(preference) < set(experiments.begun(["dpo"]))
     assert list(experiments.begun(["cpl"])) == ["runs/sft", "runs/reward"]  # though it shares two arms of dpo
-    assert experiments.groups_of("methods") == ["advantage", "methods"]  # whose models come first
+    assert experiments.groups_of("methods") == ["advantage", "ppo", "frontier", "dpo", "methods"]
 
 
 def test_docs_claims_shows_the_computed_results_and_verdicts(experiments):
@@ -316,7 +316,9 @@ def test_columns_of_a_whole_run(experiments, tmp_path, monkeypatch):
     files.write_jsonl(arm / "curves.jsonl", [curve(0, False, 9.0), curve(0, True, 1.0), curve(3, True, 5.0)])
     (tmp_path / "labels_biased").mkdir()
     files.write_json(tmp_path / "labels_biased" / "summary.json", {"alignment": 0.7, "alignment/one_order": 0.6})
-    monkeypatch.setattr(experiments.kl, "cosines", lambda run: {("k3", "reward"): -0.2, ("k3", "loss"): 0.9})
+    monkeypatch.setattr(experiments, "sft_of", lambda folder: f"{folder}/sft")
+    cosines = {f"{arm}/sft": {("k3", "reward"): -0.2, ("k3", "loss"): 0.9}}
+    monkeypatch.setattr(experiments.kl, "cosines", lambda run, sft: cosines[sft])
     monkeypatch.setattr(experiments.renewed_reward, "right_on_late", lambda run: 0.8)  # has a test of its own
     monkeypatch.setattr(experiments.details, "worth_of_a_word", lambda rows: 0.3)  # has one, too
     found = {name: of(arm, rows) for name, of in experiments.OF_RUN.items()}
@@ -387,12 +389,36 @@ def test_a_finished_run_of_the_same_command_is_not_started_again(experiments, tm
     for command, seed in (("ppo --lr 1", 0), ("ppo --lr 1", 0), ("ppo --lr 2", 0), ("ppo --lr 2 --seed 7", 0)):
         (tmp_path / "arm").mkdir(exist_ok=True)
         experiments.run(command, tmp_path / "arm", seed)
-    flags = ["--output-dir", str(tmp_path / "arm"), "--resume"]
+    ppo, out = [str(ROOT / "ppo.py"), "tiny", "--lr"], ["--output-dir", str(tmp_path / "arm")]
     assert started == [
-        ["ppo.py", "tiny", "--lr", "1", *flags, "--seed", "0"],
-        ["ppo.py", "tiny", "--lr", "2", *flags, "--seed", "0"],
-        ["ppo.py", "tiny", "--lr", "2", "--seed", "7", *flags],
+        [*ppo, "1", *out, "--seed", "0", "--resume"],
+        [*ppo, "2", *out, "--seed", "0", "--overwrite"],  # the finished run is of another command
+        [*ppo, "2", "--seed", "7", *out, "--overwrite"],
     ]
+
+
+def test_each_seed_starts_from_models_of_its_own(experiments, tmp_path, monkeypatch):
+    """Seed 0 from the quickstart's, seed 2 from its home's; both write to the same runs/experiments."""
+    monkeypatch.setattr(experiments.peers, "ROOT", tmp_path)
+    started = []
+
+    def start(words, cwd, **_):
+        out = cwd / words[words.index("--output-dir") + 1]
+        out.mkdir(parents=True)
+        started.append((cwd, out))
+        return types.SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(experiments.subprocess, "run", start)
+    for seed in (0, 2):
+        experiments.run("sft", experiments.home(seed) / "runs" / "sft", seed)
+    own = tmp_path / "runs" / "seeds" / "2"
+    assert started == [(tmp_path, tmp_path / "runs" / "sft"), (own, own / "runs" / "sft")]
+    arm = tmp_path / "runs" / "experiments" / "ppo" / "2" / "arm"
+    arm.mkdir(parents=True)
+    assert (own / "runs" / "experiments" / "ppo" / "2" / "arm").samefile(arm)
+    assert experiments.home(2) == own  # a second time, too
+    assert experiments.sft_of(arm) == own / "runs" / "sft"
+    assert "cd {home}".format(home=own) in (own / "runs" / "sft" / "command.txt").read_text()
 
 
 def test_a_reward_model_is_renewed_on_the_newest_policys_labels(experiments):

@@ -73,7 +73,7 @@ def test_experiments_commands_parse_and_their_tables_are_those_of_the_pages(monk
                 experiments.run(command.replace("{seed}", "0"), folder, 0)
     for words in ran:
         understand(
-            words[words[0] == "-m"].removeprefix("{out}/").removesuffix(".py"),
+            words[1] if words[0] == "-m" else words[0].rpartition("/")[2].removesuffix(".py"),
             words[1 + (words[0] == "-m") :],
         )
     assert len(ran) > 60

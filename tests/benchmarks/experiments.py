@@ -1,6 +1,7 @@
 """Experiments on the tiny world: arms that differ in one thing, compared on the same held-out prompts by the true
-reward, or as scorers on the same labelled pairs. Every arm and seed is a separate run in runs/experiments. They
-start from the quickstart's runs and those of runs/begin; finished runs are not repeated.
+reward, or as scorers on the same labelled pairs. Every arm and seed is a separate run in runs/experiments; finished
+runs are not repeated. Each seed has models of its own to start from (RUNS): seed 0 the quickstart's in runs/, seed N
+those in runs/seeds/N/runs.
 
     python tests/benchmarks/experiments.py                     all, 9 hours of a core, then the evaluations
     python tests/benchmarks/experiments.py dpo pool --publish
@@ -8,6 +9,7 @@ start from the quickstart's runs and those of runs/begin; finished runs are not 
 With --publish a group's table goes to docs/results/tables/GROUP.md and to the pages that have a place for it.
 """
 
+import contextlib
 import random
 import re
 import shlex
@@ -31,7 +33,7 @@ from common.data import files, tiny
 from common.loading import pretrained
 from common.scoring import measures
 
-RUNS = {  # what arms begin with
+RUNS = {  # what arms begin with, in each seed's home
     "runs/sft": "sft",
     "runs/reward": "reward",
     "runs/advantage_model": "advantage_model",
@@ -87,7 +89,7 @@ class Group:
     an arm of another group."""
     claims: tuple[Claim, ...] = ()
     first: str = "runs/sft"
-    """The policy that all arms are compared with, possibly one per {seed}; "" if arms are scorers."""
+    """The policy that all arms are compared with; "" if arms are scorers."""
     prompts: tuple[str, ...] = ("tiny",)
     """One table for each set of held-out prompts."""
     asks: dict[str, str] = field(default_factory=dict)
@@ -145,7 +147,7 @@ def trained(flags):
 
 
 def labeler(width):
-    return trained(f"--model {{out}}/models/{width}_0 --epochs 1 --lr 1e-3")
+    return trained(f"--model {{out}}/models/{width}_{{seed}} --epochs 1 --lr 1e-3")
 
 
 def sweep(name, flag, values, command):
@@ -198,7 +200,6 @@ FEEDBACK = "-m common.programs.ai_feedback"
 RATINGS = "common.programs.ai_feedback:rater=gold_labeler"
 PPO = f"ppo {BARE} --eval-every 0"
 SCORER = "--length-prompts 0 --eval-every 0 --save-every 0"
-CHAIN = "runs/experiments/advantage/{seed}"  # SFT and scorers of a seed's own
 FEW = "--dataset {out}/few.jsonl --eval-dataset tiny --epochs 47"  # as many steps as 12,000 pairs in two epochs
 RELABEL = f"{FEEDBACK} hindsight --dataset"
 HINDSIGHT = "--model runs/sft --dataset {out}/rows/rows.jsonl --eval-dataset tiny"
@@ -209,9 +210,7 @@ SAMPLED = (
 RATES = ("1e-4", "3e-4", "1e-3", "3e-3")
 PTX = ("0", "0.03", "0.1", "0.3")
 STRENGTHS = ("0.03", "0.1", "0.3", "1", "3")  # each seed's curve reaches from 0.2 to 1.2 nats
-FROM = f"dpo_iterative {BARE} --model {CHAIN}/sft"
 GIVEN = "--iterations 0 --offline-data tiny --offline-pairs 1480"
-FROM_CPL = f"cpl {BARE} --model {CHAIN}/sft {GIVEN} --lam 1 --gamma 0.9"
 AM = f"ppo --scorer runs/advantage_model --dataset {HALF} --reward-norm none"
 TWO = f"{PPO} --dataset tiny:commands=first+ends"  # hard enough that the other six commands are forgotten
 HARD = f"{TWO} --lr 1e-3 --kl-coef 0.3"
@@ -499,19 +498,9 @@ GROUPS = {
         begin={"cpl.py": "cpl"},
     ),
     "advantage": Group(
-        sweep("reward model", "--kl-coef", STRENGTHS, f"{PPO} --model {{out}}/sft --scorer {{out}}/reward")
-        | sweep(
-            "Advantage Model",
-            "--kl-coef",
-            STRENGTHS,
-            f"{PPO} --model {{out}}/sft --scorer {{out}}/advantage_model",
-        ),
-        first=f"{CHAIN}/sft",
-        begin={
-            "sft": "sft --sample-prompts 0 --eval-every 0 --save-every 0",
-            "reward": f"reward {SCORER} --sft-model {{out}}/sft",
-            "advantage_model": f"advantage_model {SCORER} --policy {{out}}/sft",
-        },
+        sweep("reward model", "--kl-coef", STRENGTHS, PPO)
+        | {"reward model, `--kl-coef 0.3`": "=ppo/the_recipe"}
+        | sweep("Advantage Model", "--kl-coef", STRENGTHS, f"{PPO} --scorer runs/advantage_model"),
         claims=(
             *(Claim("Advantage Model", "reward model", kl=(x,)) for x in (0.3, 0.5, 0.8, 1.2)),
             Claim(
@@ -520,11 +509,16 @@ GROUPS = {
             ),
         ),
     ),
-    "methods": Group(  # at equal KL, each seed from an SFT model and a reward model of its own
+    "methods": Group(  # at equal KL
         {f"PPO, `--kl-coef {k}`": f"=advantage/reward_model_kl_coef_{name_of(k)}" for k in STRENGTHS}
-        | sweep("offline DPO", "--beta", ("0.05", "0.15", "0.5", "2"), f"{FROM} {GIVEN}")
-        | sweep("discounted CPL", "--alpha", ("0.02", "0.05", "0.1", "0.2"), f"{{out}}/{FROM_CPL}"),
-        first=f"{CHAIN}/sft",
+        | {
+            f"offline DPO, `--beta {b}`": f"=frontier/{name_of(f'offline DPO, β {b}')}"
+            for b in ("0.05", "0.15", "0.5", "2")
+        }
+        | sweep(
+            "discounted CPL", "--alpha", ("0.02", "0.05", "0.1", "0.2"),
+            cpl(f"{BARE} {GIVEN} --lam 1 --gamma 0.9"),
+        ),
         begin={"cpl.py": "cpl"},
         claims=(
             *(Claim("offline DPO", "PPO", row=28, kl=(x,), label=f"at {x:g} nats") for x in (0.2, 0.3, 0.5)),
@@ -667,9 +661,9 @@ GROUPS = {
             "iterative DPO, β 0.5": "=dpo/the_recipe",
             "iterative DPO, β 2": "dpo_iterative --beta 2",
             "PPO, `--kl-coef 0.05`": "ppo --kl-coef 0.05",
-            "PPO, `--kl-coef 0.1`": "ppo --kl-coef 0.1",
+            "PPO, `--kl-coef 0.1`": "=advantage/reward_model_kl_coef_0_1",
             "PPO, `--kl-coef 0.3`": "=ppo/the_recipe",
-            "PPO, `--kl-coef 1`": "ppo --kl-coef 1",
+            "PPO, `--kl-coef 1`": "=advantage/reward_model_kl_coef_1",
         },
         claims=(
             Claim("offline DPO, β 2", "PPO, `--kl-coef 1`"),
@@ -1014,8 +1008,8 @@ def prompts(file):
 
 
 def half(folder):
-    """Make a model with random weights and half of the tiny one's hidden size."""
-    torch.manual_seed(0)
+    """Make a model with the seed's random weights and half of the tiny one's hidden size."""
+    torch.manual_seed(seed_of(folder))
     config = tiny.model().config
     config.hidden_size //= 2
     config.intermediate_size //= 2
@@ -1065,7 +1059,7 @@ def some_of_pools(file):
 
 def three_sizes(folder):
     for width in LABELERS.values():
-        peers.tiny_llama(width, 0, folder.parent)
+        peers.tiny_llama(width, seed_of(folder), folder.parent)
 
 
 def half_of_each(file):
@@ -1082,30 +1076,46 @@ MADE_HERE |= {"late answers": renewed_reward.late_answers}
 
 
 # -- runs ------------------------------------------------------------------------------------------
+def home(seed) -> Path:
+    """Return the folder in which a seed's commands run, whose runs/sft, runs/reward, ... are that seed's own."""
+    if seed == 0:
+        return peers.ROOT
+    folder = peers.ROOT / "runs" / "seeds" / str(seed)
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (folder / "runs" / "experiments").symlink_to("../../../experiments")
+    return folder
+
+
+def seed_of(path) -> int:
+    """Return the seed of a file or folder in GROUP/SEED."""
+    return int(path.parent.name)
+
+
 def run(command, out, seed):
     """Run a script, or a program with -m. Existing files are kept, and runs that the same command finished."""
     words = shlex.split(command)
     if words[0] != "-m":
         recipe = [] if words[1:] and not words[1].startswith("-") else ["tiny"]
-        words = [f"{words[0]}.py", *recipe, *words[1:]]
+        words = [str(peers.ROOT / f"{words[0]}.py"), *recipe, *words[1:]]
     makes_file = out.suffix == ".jsonl"
     resumes = not makes_file and "common.programs.pairwise" not in words
     if out.exists() and not resumes:
         return
     words += ["--output" if makes_file else "--output-dir", str(out)]
-    if resumes:  # an evaluation of other arms is replaced
-        words.append("--overwrite" if "common.programs.evaluate" in words else "--resume")
     if "--seed" not in words:
         words += ["--seed", str(seed)]
-    note = out / "command.txt"
-    if resumes and note.exists() and note.read_text() == shlex.join(words):
+    note, shown = out / "command.txt", f"cd {home(seed)}; {shlex.join(words)}"
+    other = note.exists() and note.read_text() != shown
+    if resumes and note.exists() and not other:
         return
-    command = [sys.executable, *words]
-    ended = subprocess.run(command, cwd=peers.ROOT, capture_output=True, text=True, env=ENVIRONMENT)
+    if resumes:  # an evaluation of other arms is replaced, and so is a run of another command
+        words.append("--overwrite" if other or "common.programs.evaluate" in words else "--resume")
+    ended = subprocess.run([sys.executable, *words], cwd=home(seed), capture_output=True, text=True, env=ENVIRONMENT)
     if ended.returncode:
-        sys.exit(f"{shlex.join(words)}\n{ended.stderr[-2000:]}")
+        sys.exit(f"{shown}\n{ended.stderr[-2000:]}")
     if resumes:
-        note.write_text(shlex.join(words))
+        note.write_text(shown)
 
 
 def of_its_own(name, arm) -> tuple[str, str]:
@@ -1147,7 +1157,8 @@ def make(steps, out, seed, arms=""):
 
 def groups_of(name) -> list[str]:
     """List the groups whose arms this one shares, then the group itself."""
-    return [*{of_its_own(name, arm)[0] for arm in GROUPS[name].arms} - {name}, name]
+    shared = dict.fromkeys(of_its_own(name, arm)[0] for arm in GROUPS[name].arms)
+    return [*(group for group in shared if group != name), name]
 
 
 def times(name, group, seeds) -> str:
@@ -1166,6 +1177,8 @@ def scorer_of(command, arm) -> str:
 def run_group(name, seed) -> list[str]:
     """Run the arms of one seed, and get their answers or scores. Returns the commits that ran the arms."""
     group, out = GROUPS[name], FOLDER / name / str(seed)
+    for path, command in begun([name]).items():
+        run(command, home(seed) / path, seed)
     for shared in groups_of(name):
         make(GROUPS[shared].begin, FOLDER / shared / str(seed), seed)
     folders = [run_arm(name, arm, seed) for arm in group.arms]
@@ -1175,7 +1188,7 @@ def run_group(name, seed) -> list[str]:
         run(f"-m common.programs.evaluate --dataset tiny --scorers {shlex.join(arms)}", out / "evaluate", seed)
 
     def answer(dataset, arms, folder):
-        policies = shlex.join([f"first={group.first.format(seed=seed)}", *arms])
+        policies = shlex.join([f"first={group.first}", *arms])
         command = f"-m common.programs.evaluate --policies {policies} --reference first --scorer runs/reward"
         run(f"{command} --dataset {dataset} --max-length 128 --max-new-tokens 32", out / folder, seed)
 
@@ -1189,6 +1202,11 @@ def run_group(name, seed) -> list[str]:
 
 
 # -- tables ----------------------------------------------------------------------------------------
+def sft_of(folder) -> Path:
+    """Return the SFT run that an arm's run began with."""
+    return home(seed_of(folder)) / "runs" / "sft"
+
+
 PROMPTS = {  # Claim.only
     "": lambda row: True,
     "hazard": lambda row: row["is_safety"],
@@ -1207,8 +1225,8 @@ OF_RUN = {  # Claim.column: a number of a whole run, from its folder and its row
     "largest score of 8 over 1, SFT": lambda folder, rows: details.rise_by_n(folder, "max"),
     "median score of 8 over 1, SFT": lambda folder, rows: details.rise_by_n(folder, "median"),
     "agreement gained by both orders": lambda folder, rows: details.gained_by_both_orders(folder),
-    "cosine of k3 in the reward": lambda folder, rows: kl.cosines(folder)["k3", "reward"],
-    "cosine of k3 as a loss": lambda folder, rows: kl.cosines(folder)["k3", "loss"],
+    "cosine of k3 in the reward": lambda folder, rows: kl.cosines(folder, sft_of(folder))["k3", "reward"],
+    "cosine of k3 as a loss": lambda folder, rows: kl.cosines(folder, sft_of(folder))["k3", "loss"],
 }
 OF_ROW = ("gold", "score", "kl", "tokens", "harmless", "right")
 SHARES = ("right", "harmless", "eval/ece", "win rate lost from T = 0 to 1", "agreement")
@@ -1439,7 +1457,7 @@ def publish_claims(name, lines, root=peers.ROOT):
 class Args:
     groups: tyro.conf.Positional[tuple[Literal[tuple(GROUPS)], ...]] = tuple(GROUPS)
     seeds: int = 5
-    """Number of seeds 0, 1, ... of prompts, samples and order; RUNS have seed 0."""
+    """Number of seeds 0, 1, ...: of SFT, of the scorers, and of the arms' prompts, samples and order."""
     publish: bool = False
     """Write the tables into docs/."""
 
@@ -1464,8 +1482,6 @@ def begun(names) -> dict[str, str]:
 
 def main(args: Args):
     torch.set_num_threads(1)  # as ENVIRONMENT, for what is made in this process
-    for path, command in begun(args.groups).items():
-        run(command, peers.ROOT / path, 0)
     seeds = args.seeds
     for name in args.groups:
         group, commits = GROUPS[name], {}

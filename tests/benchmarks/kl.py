@@ -61,17 +61,17 @@ def enumerated(policy, reference, prompts) -> dict[str, dict]:
     return found
 
 
-def models(run):
+def models(run, sft=peers.ROOT / "runs" / "sft"):
     """The policy of a run, the policy it is compared with, and 1,000 held-out prompts."""
-    names = (f"{run}/model", f"{peers.ROOT}/runs/sft/model")
+    names = (f"{run}/model", f"{sft}/model")
     prompts = prompt_sets.load_prompts("tiny", "test", TOKENIZER, max_tokens=96)
     return *map(AutoModelForCausalLM.from_pretrained, names), prompts
 
 
 @functools.cache
-def cosines(run) -> dict[tuple[str, str], float]:
+def cosines(run, sft) -> dict[tuple[str, str], float]:
     """{(kind, "reward" or "loss"): cosine of its gradient with the KL's}, for the policy of a run."""
-    *pair, prompts = models(run)
+    *pair, prompts = models(run, sft)
     found = enumerated(*pair, prompts[:20])
     return {(kind, use): of_kind[use][0] for kind, of_kind in found.items() for use in ("reward", "loss")}
 
