@@ -340,11 +340,45 @@ def consolidated(model):
 
 # -- an optimiser step -----------------------------------------------------------------------------
 def adamw(model, lr, args):
-    """Make AdamW for the trainable weights. Betas are 0.9 and 0.95, as in the papers that name them."""
+    """Make AdamW for the trainable weights, which are dithered first if the model computes in bfloat16.
+
+    Betas are 0.9 and 0.95, as in the papers that name them."""
+    if getattr(model, "compute_dtype", None) == torch.bfloat16:
+        dither(model)
     eps = getattr(args, "adam_eps", 1e-8)
     factor = getattr(model, "lr_factor", 1)  # LoRA adapters have one (lora.py)
     groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr_factor": factor}]
     return torch.optim.AdamW(groups, lr * factor, (0.9, 0.95), eps, args.weight_decay, fused=True)
+
+
+@torch.no_grad()
+def dither(model):
+    """Move trained fp32 weights off bfloat16's grid at random, so that updates smaller than its spacing act.
+
+    Models on the hub are stored in bfloat16, and forwards in bfloat16 round the fp32 weights that AdamW
+    changes. As long as a weight's updates add up to less than half of the spacing, 2^-9 to 2^-8 of the weight,
+    it rounds to what it was: a short run at a low rate would learn little (docs/results/gpu.md). So each
+    weight gets an offset, uniform within half of the spacing. It still rounds to what it was, and the model's
+    outputs do not change; but of the updated weights a share that is proportional to the update now rounds
+    to the next value, and on average over many weights the forward changes by what was learnt.
+
+    Weights that are not on the grid have such an offset from training. Embeddings, score heads and vectors are
+    left out, because autocast does not round them. The result does not depend on the number of ranks."""
+    generator = torch.Generator(model.device).manual_seed(seed_of("dither"))
+    unrounded = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    unrounded += [model.score.weight] if hasattr(model, "score") else []
+    for p in model.parameters():
+        if p.requires_grad and p.ndim > 1 and p.dtype == torch.float32 and all(p is not x for x in unrounded):
+            # As integers, neighbouring fp32 numbers differ by 1 and neighbouring bf16 numbers by 2^16
+            options = {"generator": generator, "dtype": torch.int32, "device": p.device}
+            offset = torch.randint(1 - 2**15, 2**15, p.shape, **options)
+            if hasattr(p, "placements"):  # sharded: keep this rank's part of the offsets
+                from torch.distributed.tensor import distribute_tensor
+
+                offset = distribute_tensor(offset, p.device_mesh, p.placements, src_data_rank=None).to_local()
+                p = p.to_local()
+            bits = p.data.view(torch.int32)
+            bits += offset * ((bits % 2**16 == 0) & (p != 0))
 
 
 def set_lr(optimizer, lr: float) -> float:

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import gc
+import hashlib
 import json
 import math
 import sys
@@ -527,6 +528,34 @@ def frozen_in_bf16(folder):
             exported = (file - sums).abs().max().item()
             out.append({"steps": steps, "adapters": adapters, "dtypes": dtypes, "exported": exported})
     return out
+
+
+def of_a_layer(weight):
+    """A model of one linear layer."""
+    model = torch.nn.Linear(*weight.shape[::-1], bias=False)
+    model.weight.data, model.device = weight, CPU
+    return model
+
+
+def of_the_hub(folder):
+    """A model as most of the hub's: its weights are bfloat16's. It computes in bfloat16, and trains in fp32."""
+    model = pretrained.load_policy(str(folder / "untied"), TOKENIZER)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    return dist.shard(model, CPU, torch.bfloat16)
+
+
+@case
+def dithered(folder):
+    """SHA-256 of each weight by name, and a step of the model before and after."""
+    model = of_the_hub(folder)
+    ids = torch.arange(1, 41).view(2, 20)
+    with torch.no_grad():
+        before = model.token_logprobs(ids, ids[:, 1:] > 0).tolist()
+        dist.dither(model)
+        after = model.token_logprobs(ids, ids[:, 1:] > 0).tolist()
+    digest = lambda weight: hashlib.sha256(weight.numpy().tobytes()).hexdigest()
+    return {"weights": {name: digest(weight) for name, weight in state(model).items()}, "equal": before == after}
 
 
 def sharding(folder):

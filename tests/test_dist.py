@@ -356,6 +356,49 @@ def test_bf16_compute_on_one_rank_is_the_same_to_its_precision(two):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+# -- weights between bfloat16's numbers --------------------------------------------------
+def test_an_update_below_bfloat16s_spacing_acts_in_proportion():
+    """Above 1 the spacing is 2^-7. An update of 2^-10, an eighth of it, moves one weight in eight to the next value."""
+    model = dist_cases.of_a_layer(torch.ones(400, 500))
+    update = 2**-10
+    assert ((model.weight + update).bfloat16() == 1).all()  # without the offsets no weight moves
+    dist.dither(model)
+    assert model.weight.min() > 1 - 2**-9 and model.weight.max() < 1 + 2**-8  # halves of the spacings on both sides
+    moved = (model.weight + update).bfloat16().float()
+    assert set(moved.unique().tolist()) == {1.0, 1 + 2**-7}
+    assert (moved - 1).mean().item() == pytest.approx(update, rel=0.03)
+
+
+def test_dithered_weights_round_to_what_they_were():
+    torch.manual_seed(0)
+    start = torch.cat([torch.randn(199, 300), torch.tensor([0.0, -0.0, 1.0, -2.0, 2.0**-40, -3e38] * 50)[None]])
+    start = start.bfloat16().float()
+    model = dist_cases.of_a_layer(start.clone())
+    dist.dither(model)
+    assert torch.equal(model.weight.bfloat16().float(), start)
+    assert (model.weight != start).float().mean() > 0.99 and (model.weight[start == 0] == 0).all()
+    once = model.weight.clone()
+    dist.dither(model)
+    assert (model.weight != once).float().mean() < 1e-3  # they are not on the grid any more
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adamw_dithers_what_it_trains_if_the_model_computes_in_bfloat16(dtype, prepared):
+    model = dist_cases.of_the_hub(prepared)
+    model.compute_dtype = getattr(torch, dtype)
+    model.model.layers[0].mlp.down_proj.requires_grad_(False)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    dist.adamw(model, 1e-5, dist_cases.ARGS)
+    changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
+    matrices = {name for name, weight in before.items() if weight.ndim > 1 and "embed" not in name}
+    assert changed == (matrices - {"model.layers.0.mlp.down_proj.weight"} if dtype == "bfloat16" else set())
+
+
+def test_offsets_are_the_same_on_two_ranks_and_outputs_do_not_change(two):
+    one, both = dist_cases.dithered(two.folder), two("dithered")
+    assert one["equal"] and both["equal"] and one["weights"] == both["weights"]
+
+
 # -- reward models and advantage models --------------------------------------------------
 @pytest.mark.parametrize("name", dist_cases.KINDS)
 def test_loss_accuracy_and_gradient_norm_of_a_scorers_steps_equal_one_rank(two, name):
