@@ -9,11 +9,13 @@
 #     STEPS="data sft ppo answers table" bash docs/results/real_reward.sh    these steps alone, in the order below
 #     PAIRS="100 400 1600" bash docs/results/real_reward.sh    also PPO with reward models of so many labelled pairs
 #     DTYPE=1 bash docs/results/real_reward.sh                 also PPO in bfloat16, with and without --importance-cap
+#     ROUNDED=offsets bash docs/results/real_reward.sh         with tests/benchmarks/rounding.py; not PPO and GRPO
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 model=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct} tasks=${TASKS:-upper+extract}
 seeds=${SEEDS:-0} steps=${STEPS:-all} pairs=${PAIRS:-} folder=${FOLDER:-runs/real_reward}/$tasks
 task=tests/benchmarks/real_task.py
+python=(python ${ROUNDED:+tests/benchmarks/rounding.py "$ROUNDED"})
 export PYTHONPATH=$PWD  # for grpo.py
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # the page's figures are of one thread
 
@@ -28,7 +30,7 @@ step() { # NAME FILE COMMAND...: unless it is left out, or the file that it ends
 run() { # NAME SCRIPT OPTIONS...: a script, whose run is $out/NAME
     local name=$1 script=$2
     shift 2
-    step "$name" "$out/$name/summary.json" python "$script" base --max-length 64 --seed "$seed" \
+    step "$name" "$out/$name/summary.json" "${python[@]}" "$script" base --max-length 64 --seed "$seed" \
         --save-dtype float32 --save-every 0 --output-dir "$out/$name" --resume "$@"
 }
 
@@ -57,7 +59,7 @@ for seed in $seeds; do
     for name in sft ppo grpo rejection_sampling dpo; do
         if [ -f "$out/$name/summary.json" ]; then policies+=("$name=$out/$name"); fi
     done
-    step answers "$out/answers/summary.json" python -m common.programs.evaluate --policies "${policies[@]}" \
+    step answers "$out/answers/summary.json" "${python[@]}" -m common.programs.evaluate --policies "${policies[@]}" \
         --scorer $task:correct "${ask[@]}" --output-dir "$out/answers"
 
     # the same PPO with learned reward models: from 8 answers of SFT to each of 800 other prompts, the right one is
