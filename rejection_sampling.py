@@ -139,7 +139,7 @@ class Args:
     0: no checkpoints."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights in model/ (versions/ are float32). bfloat16 halves the file but rounds away much
-    of what training changed; held-out metrics before and after rounding are then printed."""
+    of what training in float32 changed; held-out metrics before and after rounding are then printed."""
     eval_prompts: int = 1000
     """Held-out prompts that each version answers once, at temperature 1; 0: off."""
     seed: int = 0

@@ -344,7 +344,7 @@ def adamw(model, lr, args):
 
     Betas are 0.9 and 0.95, as in the papers that name them."""
     if getattr(model, "compute_dtype", None) == torch.bfloat16:
-        dither(model)
+        dither(model, getattr(args, "seed", 0))
     eps = getattr(args, "adam_eps", 1e-8)
     factor = getattr(model, "lr_factor", 1)  # LoRA adapters have one (lora.py)
     groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr_factor": factor}]
@@ -352,27 +352,32 @@ def adamw(model, lr, args):
 
 
 @torch.no_grad()
-def dither(model):
+def dither(model, seed=0):
     """Move trained fp32 weights off bfloat16's grid at random, so that updates smaller than its spacing act.
 
-    Models on the hub are stored in bfloat16, and forwards in bfloat16 round the fp32 weights that AdamW
-    changes. As long as a weight's updates add up to less than half of the spacing, 2^-9 to 2^-8 of the weight,
-    it rounds to what it was: a short run at a low rate would learn little (docs/results/gpu.md). So each
-    weight gets an offset, uniform within half of the spacing. It still rounds to what it was, and the model's
-    outputs do not change; but of the updated weights a share that is proportional to the update now rounds
-    to the next value, and on average over many weights the forward changes by what was learnt.
+    Most models are stored in bfloat16, and forwards in bfloat16 round the fp32 weights that AdamW changes. As
+    long as a weight's updates add up to less than half of the spacing, 2^-9 to 2^-8 of the weight, it rounds to
+    what it was: a short run at a low rate would learn little (docs/results/gpu.md). So each weight that is on
+    the grid and that the forward rounds gets an offset, uniform within half of the spacing. It still rounds to
+    what it was, so outputs do not change. But an update of a tenth of the spacing now takes a tenth of the
+    weights to the next number, so that on average over many weights the forward changes by what was learnt.
 
-    Weights that are not on the grid have such an offset from training. Embeddings, score heads and vectors are
-    left out, because autocast does not round them. The result does not depend on the number of ranks."""
-    generator = torch.Generator(model.device).manual_seed(seed_of("dither"))
-    unrounded = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-    unrounded += [model.score.weight] if hasattr(model, "score") else []
-    for p in model.parameters():
-        if p.requires_grad and p.ndim > 1 and p.dtype == torch.float32 and all(p is not x for x in unrounded):
+    On one process, autocast rounds the weights of linear layers and convolutions, but not embeddings, so what
+    is tied to them gets no offsets either. FSDP rounds all weights but a score head's. Weights of float16
+    files, which lie on eighths of the spacing, mostly get none. A weight's offsets do not depend on the number
+    of ranks."""
+    sharded = is_sharded(model)
+    layers = (torch.nn.Linear, torch.nn.Conv1d, transformers.pytorch_utils.Conv1D)
+    autocast = {id(m.weight) for m in model.modules() if type(m) in layers}
+    autocast -= {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    for name, p in model.named_parameters():
+        is_rounded = (sharded or id(p) in autocast) and not name.startswith("score.")
+        if is_rounded and p.requires_grad and p.dtype == torch.float32:
             # As integers, neighbouring fp32 numbers differ by 1 and neighbouring bf16 numbers by 2^16
+            generator = torch.Generator(p.device).manual_seed(seed_of(seed, "dither", name))
             options = {"generator": generator, "dtype": torch.int32, "device": p.device}
             offset = torch.randint(1 - 2**15, 2**15, p.shape, **options)
-            if hasattr(p, "placements"):  # sharded: keep this rank's part of the offsets
+            if sharded:  # keep this rank's part of the offsets
                 from torch.distributed.tensor import distribute_tensor
 
                 offset = distribute_tensor(offset, p.device_mesh, p.placements, src_data_rank=None).to_local()

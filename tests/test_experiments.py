@@ -397,6 +397,30 @@ def test_a_finished_run_of_the_same_command_is_not_started_again(experiments, tm
     ]
 
 
+def test_what_another_command_made_or_left_behind_is_not_taken_for_finished(experiments, tmp_path, monkeypatch):
+    ended, started = {"code": 0}, []
+
+    def start(words, **_):
+        started.append(words[-1])
+        return types.SimpleNamespace(returncode=ended["code"], stderr="")
+
+    monkeypatch.setattr(experiments.subprocess, "run", start)
+    (tmp_path / "arm").mkdir()
+    experiments.run("ppo --lr 1", tmp_path / "arm", 0)
+    ended["code"] = 1
+    with pytest.raises(SystemExit):  # replaces the first command's run, and fails
+        experiments.run("ppo --lr 2", tmp_path / "arm", 0)
+    ended["code"] = 0
+    experiments.run("ppo --lr 2", tmp_path / "arm", 0)
+    experiments.run("ppo --lr 2", tmp_path / "arm", 0)
+    assert started == ["--resume", "--overwrite", "--resume"]
+    rows, make = tmp_path / "rows.jsonl", "-m common.programs.rehearsal --per-cluster"
+    rows.write_text("of nobody knows which command")
+    for n in (1, 1, 2):
+        experiments.run(f"{make} {n}", rows, 0)
+        assert len(started) == 3 + n and not rows.exists()
+
+
 def test_each_seed_starts_from_models_of_its_own(experiments, tmp_path, monkeypatch):
     """Seed 0 from the quickstart's, seed 2 from its home's; both write to the same runs/experiments."""
     monkeypatch.setattr(experiments.peers, "ROOT", tmp_path)

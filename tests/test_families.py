@@ -6,7 +6,7 @@ import tiny_families
 import torch
 from tiny_families import logprobs_of, plain
 
-from common import models
+from common import dist, models
 from common.batches import Comparison, collate_comparisons
 from common.data import tiny
 from common.loading import checks, pretrained
@@ -39,6 +39,21 @@ def family(request, tmp_path_factory):
 def rows_of(lengths):
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, tiny_families.VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+@torch.no_grad()
+def test_offsets_between_bfloat16s_numbers_change_no_output(family):
+    """dist.dither moves only weights that autocast rounds: not those of experts, of recurrences or of embeddings."""
+    model = pretrained.load_policy(family[1], tiny.tokenizer())
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    model.compute_dtype = torch.bfloat16
+    ids = torch.tensor(rows_of([30, 30]))
+    start, before = [p.clone() for p in model.parameters()], model.token_logprobs(ids, ids[:, 1:] >= 0)
+    dist.dither(model)
+    assert torch.equal(model.token_logprobs(ids, ids[:, 1:] >= 0), before)
+    moved = [not torch.equal(p, x) for p, x in zip(model.parameters(), start)]
+    assert sum(moved) >= 6
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@
 #     STEPS="data sft ppo answers table" bash docs/results/real_reward.sh    these steps alone, in the order below
 #     PAIRS="100 400 1600" bash docs/results/real_reward.sh    also PPO with reward models of so many labelled pairs
 #     DTYPE=1 bash docs/results/real_reward.sh                 also PPO in bfloat16, with and without --importance-cap
+#     OPTIONS="--compute-dtype float32" bash docs/results/real_reward.sh     options of all scripts, on a GPU for example
 #     ROUNDED=offsets bash docs/results/real_reward.sh         with tests/benchmarks/rounding.py; not PPO and GRPO
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -31,7 +32,7 @@ run() { # NAME SCRIPT OPTIONS...: a script, whose run is $out/NAME
     local name=$1 script=$2
     shift 2
     step "$name" "$out/$name/summary.json" "${python[@]}" "$script" base --max-length 64 --seed "$seed" \
-        --save-dtype float32 --save-every 0 --output-dir "$out/$name" --resume "$@"
+        --save-dtype float32 --save-every 0 --output-dir "$out/$name" --resume ${OPTIONS:-} "$@"
 }
 
 for seed in $seeds; do
@@ -54,7 +55,7 @@ for seed in $seeds; do
         --n-samples 4 --threshold 1 --temperatures 1 --sweep-prompts 0
     run dpo dpo_iterative.py "${sample[@]}" --iterations 3 --prompts-per-iteration 64 --epochs 3
 
-    ask=(--dataset "$out/test.jsonl" --max-length 64 --max-new-tokens 13 --seed "$seed")
+    ask=(--dataset "$out/test.jsonl" --max-length 64 --max-new-tokens 13 --seed "$seed" ${OPTIONS:-})
     policies=()
     for name in sft ppo grpo rejection_sampling dpo; do
         if [ -f "$out/$name/summary.json" ]; then policies+=("$name=$out/$name"); fi

@@ -13,6 +13,7 @@ import contextlib
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
@@ -1100,22 +1101,26 @@ def run(command, out, seed):
         words = [str(peers.ROOT / f"{words[0]}.py"), *recipe, *words[1:]]
     makes_file = out.suffix == ".jsonl"
     resumes = not makes_file and "common.programs.pairwise" not in words
-    if out.exists() and not resumes:
-        return
     words += ["--output" if makes_file else "--output-dir", str(out)]
     if "--seed" not in words:
         words += ["--seed", str(seed)]
-    note, shown = out / "command.txt", f"cd {home(seed)}; {shlex.join(words)}"
-    other = note.exists() and note.read_text() != shown
-    if resumes and note.exists() and not other:
+    note = out / "command.txt" if resumes else Path(f"{out}.command.txt")
+    shown = f"cd {home(seed)}; {shlex.join(words)}"
+    if note.exists() and note.read_text() == shown:
         return
-    if resumes:  # an evaluation of other arms is replaced, and so is a run of another command
-        words.append("--overwrite" if other or "common.programs.evaluate" in words else "--resume")
+    # What another command made is replaced, and so is an evaluation, perhaps of other arms
+    replaced = note.exists() or "common.programs.evaluate" in words
+    note.unlink(missing_ok=True)
+    if resumes:
+        words.append("--overwrite" if replaced else "--resume")
+    elif makes_file:
+        out.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(out, ignore_errors=True)
     ended = subprocess.run([sys.executable, *words], cwd=home(seed), capture_output=True, text=True, env=ENVIRONMENT)
     if ended.returncode:
         sys.exit(f"{shown}\n{ended.stderr[-2000:]}")
-    if resumes:
-        note.write_text(shown)
+    note.write_text(shown)
 
 
 def of_its_own(name, arm) -> tuple[str, str]:

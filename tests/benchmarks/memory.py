@@ -187,6 +187,7 @@ def main(
     lora_rank: int = 0, wide: bool = False,
 ):  # fmt: skip
     shape, table, resize = SHAPES[model], [], torch.UntypedStorage.resize_
+    dist.dither = lambda *_: None  # it would draw a number for each weight
     config = LlamaConfig(**dict(zip(NAMES.split(), shape)))
 
     def read(auto_class, name, config, seed):

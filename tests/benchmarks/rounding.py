@@ -3,7 +3,7 @@
     python tests/benchmarks/rounding.py offsets sft.py tiny ...      with the offsets of dist.dither, as in bfloat16
     python tests/benchmarks/rounding.py none -m common.programs.evaluate ...      without
 
-Activations are not rounded. Without adapters only."""
+Embeddings and vectors are rounded too, as by FSDP and the sampler; activations are not. Without adapters only."""
 
 import runpy
 import sys
