@@ -357,18 +357,18 @@ def dither(model, seed=0):
 
     Most models are stored in bfloat16, and forwards in bfloat16 round the fp32 weights that AdamW changes. As
     long as a weight's updates add up to less than half of the spacing, 2^-9 to 2^-8 of the weight, it rounds to
-    what it was: a short run at a low rate would learn little (docs/results/gpu.md). So each weight that is on
-    the grid and that the forward rounds gets an offset, uniform within half of the spacing. It still rounds to
-    what it was, so outputs do not change. But an update of a tenth of the spacing now takes a tenth of the
-    weights to the next number, so that on average over many weights the forward changes by what was learnt.
+    what it was: a short run at a low rate would learn little (docs/results/gpu.md). So weights on the grid get
+    offsets, uniform within half of the spacing. They still round to what they were, so outputs do not change.
+    But an update of a tenth of the spacing now takes a tenth of the weights to the next number, so that on
+    average over many weights the forward changes by what was learnt.
 
-    On one process, autocast rounds the weights of linear layers and convolutions, but not embeddings, so what
-    is tied to them gets no offsets either. FSDP rounds all weights but a score head's. Weights of float16
-    files, which lie on eighths of the spacing, mostly get none. A weight's offsets do not depend on the number
-    of ranks."""
+    On one process only weights of linear layers and convolutions get offsets, which autocast rounds, without
+    those tied to embeddings, which it does not; under FSDP all weights but a score head's. Weights of float16
+    files, which lie on eighths of the spacing, mostly get none. Where a weight has an offset, it does not
+    depend on the number of ranks."""
     sharded = is_sharded(model)
     layers = (torch.nn.Linear, torch.nn.Conv1d, transformers.pytorch_utils.Conv1D)
-    autocast = {id(m.weight) for m in model.modules() if type(m) in layers}
+    autocast = {id(p) for m in model.modules() if isinstance(m, layers) for p in m.parameters(recurse=False)}
     autocast -= {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     for name, p in model.named_parameters():
         is_rounded = (sharded or id(p) in autocast) and not name.startswith("score.")

@@ -25,6 +25,7 @@ KINDS = {  # -> whether packed documents stay apart, and responses can share a p
     "Cohere 2": (True, True),  # logits scaled, a window in some layers
     "GPT-Neo": (True, False),  # a window by columns, not by positions
     "BLOOM": (False, False),  # ALiBi
+    "Falcon": (True, True),  # its linear layers are of a class of its own
 }
 
 

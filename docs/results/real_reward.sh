@@ -88,10 +88,10 @@ for seed in $seeds; do
         done
         run ppo_bfloat16 ppo.py "${online[@]}" --compute-dtype bfloat16
         run ppo_bfloat16_uncorrected ppo.py "${online[@]}" --compute-dtype bfloat16 --importance-cap 0
-        step answers_bfloat16 "$out/answers_bfloat16/summary.json" python -m common.programs.evaluate \
+        step answers_bfloat16 "$out/answers_bfloat16/summary.json" python -m common.programs.evaluate "${ask[@]}" \
             --policies "sft=$sft" "ppo_float32=$out/ppo" "ppo_bfloat16=$out/ppo_bfloat16" \
             "ppo_bfloat16_uncorrected=$out/ppo_bfloat16_uncorrected" --compute-dtype bfloat16 \
-            --scorer $task:correct "${ask[@]}" --output-dir "$out/answers_bfloat16"
+            --scorer $task:correct --output-dir "$out/answers_bfloat16"
     fi
 done
 if [[ $steps = all || " $steps " == *" table "* ]]; then

@@ -1094,7 +1094,8 @@ def seed_of(path) -> int:
 
 
 def run(command, out, seed):
-    """Run a script, or a program with -m. Existing files are kept, and runs that the same command finished."""
+    """Run a script, or a program with -m. What the same command finished is kept, and so is a run without
+    command.txt: it is resumed. What another command made is replaced."""
     words = shlex.split(command)
     if words[0] != "-m":
         recipe = [] if words[1:] and not words[1].startswith("-") else ["tiny"]
@@ -1105,12 +1106,13 @@ def run(command, out, seed):
     if "--seed" not in words:
         words += ["--seed", str(seed)]
     note = out / "command.txt" if resumes else Path(f"{out}.command.txt")
-    shown = f"cd {home(seed)}; {shlex.join(words)}"
+    shown = f"cd {home(seed)}; {shlex.join(words)}".replace(str(peers.ROOT), ".")  # the project may be moved
     if note.exists() and note.read_text() == shown:
         return
     # What another command made is replaced, and so is an evaluation, perhaps of other arms
     replaced = note.exists() or "common.programs.evaluate" in words
-    note.unlink(missing_ok=True)
+    if note.exists():
+        note.write_text("not finished")  # if what follows fails, the next try replaces again
     if resumes:
         words.append("--overwrite" if replaced else "--resume")
     elif makes_file:
