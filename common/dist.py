@@ -368,7 +368,7 @@ def dither(model, seed=0):
     depend on the number of ranks."""
     sharded = is_sharded(model)
     layers = (torch.nn.Linear, torch.nn.Conv1d, transformers.pytorch_utils.Conv1D)
-    autocast = {id(p) for m in model.modules() if isinstance(m, layers) for p in m.parameters(recurse=False)}
+    autocast = {id(x) for m in model.modules() if isinstance(m, layers) for x in (m.weight, m.bias)}
     autocast -= {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     for name, p in model.named_parameters():
         is_rounded = (sharded or id(p) in autocast) and not name.startswith("score.")
