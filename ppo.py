@@ -186,8 +186,8 @@ class Args:
     """Iterations between checkpoints, of which the last is kept. A checkpoint is also written every ten
     minutes. 0: no checkpoints."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights in model/. bfloat16 halves the file but rounds away much of what training in float32
-    changed; held-out metrics before and after rounding are then printed."""
+    """Dtype of the weights in model/. bfloat16 halves the file but rounds away much of what training in
+    float32 changed; held-out metrics before and after rounding are then printed."""
     seed: int = 0
     """Seed of the order of prompts, the samples and the minibatches."""
     resume: bool = False

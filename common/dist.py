@@ -356,11 +356,11 @@ def dither(model, seed=0):
     """Move trained fp32 weights off bfloat16's grid at random, so that updates smaller than its spacing act.
 
     Most models are stored in bfloat16, and forwards in bfloat16 round the fp32 weights that AdamW changes. As
-    long as a weight's updates add up to less than half of the spacing, 2^-9 to 2^-8 of the weight, it rounds to
-    what it was: a short run at a low rate would learn little (docs/results/gpu.md). So weights on the grid get
-    offsets, uniform within half of the spacing. They still round to what they were, so outputs do not change.
-    But an update of a tenth of the spacing now takes a tenth of the weights to the next number, so that on
-    average over many weights the forward changes by what was learnt.
+    long as a weight's updates add up to less than half of the spacing, 2^-9 to 2^-8 of the weight, it rounds
+    to what it was: a short run at a low rate would learn little (docs/results/gpu.md). So weights on the grid
+    get offsets, uniform within half of the spacing. They still round to what they were, so outputs do not
+    change. But an update of a tenth of the spacing now takes a tenth of the weights to the next number, so
+    that on average over many weights the forward changes by what was learnt.
 
     On one process only weights of linear layers and convolutions get offsets, which autocast rounds, without
     those tied to embeddings, which it does not; under FSDP all weights but a score head's. Weights of float16

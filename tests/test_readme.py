@@ -94,8 +94,7 @@ def test_flags_in_the_text_are_those_of_a_program():
     fields = {name for program in PROGRAMS for name in importlib.import_module(program).Args.__annotations__}
     flags = re.findall(r"(?<![\w-])--(?:no-)?([a-z][\w-]*)", "\n".join(PROSE.values()))
     # of other programs, or of none
-    others = {"help", "max_restarts", "only", "seeds", "log", "logdir", "plot", "publish", "flag", "alpha"}
-    others |= {"new_tokens"}
+    others = {"help", "max_restarts", "only", "new_tokens", "seeds", "log", "logdir", "plot", "publish", "flag", "alpha"}
     fields |= {*vars(cli.EveryCommand()), *" ".join(cli.SYNONYMS).split(), *cli.FOREIGN_FLAGS}
     assert len(flags) > 60 and {flag.replace("-", "_") for flag in flags} <= fields | others
 

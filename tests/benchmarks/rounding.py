@@ -8,9 +8,7 @@ Embeddings and vectors are rounded too, as by FSDP and the sampler; activations 
 import runpy
 import sys
 
-import peers
-
-sys.path.insert(0, str(peers.ROOT))
+import peers  # noqa: F401 (it puts the project into sys.path)
 
 from common import dist
 from common.loading import pretrained
