@@ -15,7 +15,7 @@ Reads a model, comparisons (docs/use/data.md) and runs/sft. Writes runs/advantag
 metrics.jsonl, samples.jsonl with the held-out scores, plots, summary.json, and checkpoint/, from which
 --resume continues.
 
-    python advantage_model.py                               the tiny world, about a minute on two CPU cores
+    python advantage_model.py                               the tiny world, 1 to 2 minutes on two CPU cores
     python advantage_model.py --model org/name --dataset pairs.jsonl
     torchrun --nproc-per-node 8 advantage_model.py advantage_model
 
@@ -297,7 +297,7 @@ def main(args: Args):
 
 BASE = Args(
     model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
-    epochs=1.0,  # section 4.1, like the schedule and the warm-up
+    epochs=1.0,  # section 4.2, like the schedule and the warm-up
     lr=1e-5,  # Llama 2's for reward models (arXiv:2307.09288, section 3.2.2)
     lr_schedule="cosine_with_min_lr",
     warmup_ratio=0.1,
@@ -309,7 +309,7 @@ BASE = Args(
     slots=32,
 )
 RECIPES = {
-    "tiny": ("the tiny world, from random weights: the default, under a minute on two CPU cores", Args()),
+    "tiny": ("the tiny world, from random weights: the default, one to two minutes on two CPU cores", Args()),
     "base": (
         "a pretrained chat model: the default if the model or the data are not the tiny world's",
         BASE,
@@ -317,7 +317,7 @@ RECIPES = {
     "large": (
         "your own model of 1 to 13B on 8 GPUs of 80 GB; give --model and --dataset",
         replace(
-            BASE, model="Qwen/Qwen2.5-7B-Instruct", lr=5e-6,  # section 4.1
+            BASE, model="Qwen/Qwen2.5-7B-Instruct", lr=5e-6,  # section 4.2
             batch_size=128, max_length=4096, max_new_tokens=512, slots=None, gradient_checkpointing=True,
         ),  # fmt: skip
     ),
@@ -326,7 +326,7 @@ RECIPES = {
         Args(
             model="Qwen/Qwen2.5-7B-Instruct",  # the paper's BLOOMZ-7B (section 4.1) has ALiBi, without SDPA
             dataset="Anthropic/hh-rlhf",
-            epochs=1.0,  # section 4.1, like all below
+            epochs=1.0,  # section 4.2, like the learning rate, its schedule and the batch
             lr=5e-6,
             lr_schedule="cosine_with_min_lr",
             warmup_ratio=0.1,

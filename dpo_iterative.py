@@ -7,17 +7,18 @@
 (DPO, arXiv:2305.18290, eq. 7; "RLHF Workflow: From Reward Modeling to Online RLHF", arXiv:2405.07863, section
 3.) In each iteration the newest policy pi_t answers new prompts at several temperatures, an oracle r scores
 the responses, and the policy learns from one pair per prompt, the best against the worst (|y| counts
-characters). A prompt gives no pair if all its responses have the same text or score, or (our rule) if the
-best one has no words, did not end or contains a special token. A worst response that was cut is kept, without
-an end-of-sequence token. Optimiser and learning rate start anew in each iteration, as in the authors'
-scripts. The reference pi_0 stays the SFT model. `--iterations 0` trains on given pairs: offline DPO.
+characters). A prompt gives no pair if its best and worst response have the same text, or (our rules) if all
+its responses have the same score or the best one has no words, did not end or contains a special token. A
+worst response that was cut is kept, without an end-of-sequence token. Optimiser and learning rate start anew
+in each iteration, as in the authors' scripts. The reference pi_0 stays the SFT model. `--iterations 0` trains
+on given pairs: offline DPO.
 
 Reads a policy, an oracle (--scorer) and prompts. Writes runs/dpo_iterative: pool.jsonl (every response
 sampled), pairs.jsonl, versions/ (each iteration's model and held-out responses), model/ (the last version),
 metrics.jsonl, samples.jsonl, plots, summary.json. A checkpoint holds the policy, its optimiser and its step
 in the iteration; the rest of what --resume needs is in the other files.
 
-    python dpo_iterative.py                                  the tiny world, under a minute on two CPU cores
+    python dpo_iterative.py                                  the tiny world, about a minute on two CPU cores
     python dpo_iterative.py --iterations 0 --epochs 1 --offline-data tiny --output-dir runs/dpo_all_pairs
     torchrun --nproc-per-node 8 dpo_iterative.py rlhf_workflow --scorer runs/reward
 """
@@ -472,7 +473,7 @@ BASE = Args(
     eval_prompts=200,
 )
 RECIPES = {
-    "tiny": ("the tiny world: the default, under a minute on two CPU cores", Args()),
+    "tiny": ("the tiny world: the default, about a minute on two CPU cores", Args()),
     "base": (
         "a pretrained chat model: the default if the model or the data are not the tiny world's",
         BASE,

@@ -17,7 +17,7 @@ second scorer. Two optional losses preserve the policy's earlier abilities:
 Reads a policy, a scorer and prompts. Writes runs/ppo: model/, metrics.jsonl, samples.jsonl, plots,
 summary.json, best/ if --patience is given, and checkpoint/, from which --resume continues.
 
-    python ppo.py                                        the tiny world, about a minute on two CPU cores
+    python ppo.py                                        the tiny world, 1 to 2 minutes on two CPU cores
     python ppo.py --model runs/rejection_sampling        on top of rejection sampling, as Llama 2 does
     torchrun --nproc-per-node 8 ppo.py llama2 --model DIR --scorer runs/reward
 
@@ -100,7 +100,7 @@ class Args:
     scores so far (Qwen). mean_std: also divide by their standard deviation."""
     missing_eos_penalty: float = 1.0
     """Penalty subtracted from the normalised score of a response that did not end; a rollout in which no
-    response ended is skipped. 0: a truncated response is scored as if it had ended there."""
+    response ended is skipped. 0: no penalty; the response is scored as if it had ended where it was cut."""
     kl_coef: float = 0.3
     """Coefficient beta of the KL penalty."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
@@ -618,7 +618,7 @@ LARGE = Args(  # values that no paper gives, for 7B
     slots=None, micro_batch_size=1, score_batch_size=8, eval_prompts=256, gradient_checkpointing=True,
 )  # fmt: skip
 RECIPES = {
-    "tiny": ("the tiny world: the default, about a minute on two CPU cores", Args()),
+    "tiny": ("the tiny world: the default, one to two minutes on two CPU cores", Args()),
     "base": (
         "a pretrained chat model: the default if the model or the data are not the tiny world's",
         Args(
@@ -656,8 +656,8 @@ RECIPES = {
     "advantage_model": (
         "AM-PPO-SR of Advantage Model + Selective Rehearsal",
         replace(
-            LARGE, scorer="runs/advantage_model", reward_norm="none",  # not given; unneeded for advantages
-            iterations=100, prompts_per_iteration=256, minibatch_size=256,  # section 4.1, like lr: 100 steps
+            LARGE, scorer="runs/advantage_model", reward_norm="none",  # not given; advantages lie around 0
+            iterations=100, prompts_per_iteration=256, minibatch_size=256,  # section 4.2, like lr: 100 steps
             lr=5e-7, rehearsal_coef=0.01, rehearsal_norm="sum",
             rehearsal_data="runs/rehearsal.jsonl",  # from python -m common.programs.rehearsal (section 3.2)
         ),

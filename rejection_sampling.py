@@ -11,14 +11,15 @@ it forgot.
 
 For each prompt the response with the highest score in the pool is selected; with thresholds, all responses
 that reach them. Differences from the paper: responses that did not end within max_new_tokens, have no words
-or contain a special token are never selected, and equal responses to a prompt count once.
+or contain a special token are never selected; equal responses to a prompt count once; and a prompt is left
+out if all its responses, two or more, have the lowest score in the pool.
 
 Reads a policy, a scorer and prompts. Writes runs/rejection_sampling: pool.jsonl (every response sampled for
 selection), versions/ (each iteration's model and its results on held-out prompts), model/ (the last version),
 metrics.jsonl, samples.jsonl, curves.jsonl, plots, summary.json. A checkpoint holds the version in training,
 its optimiser and its step; the rest of what --resume needs is in pool.jsonl and versions/.
 
-    python rejection_sampling.py                             the tiny world, half a minute on two CPU cores
+    python rejection_sampling.py                             the tiny world, about a minute on two CPU cores
     python rejection_sampling.py rest                        thresholds instead of the best
     python rejection_sampling.py --policy runs/ppo --pool runs/rejection_sampling/pool.jsonl --output-dir B
     python rejection_sampling.py --model SMALL --pool runs/rejection_sampling/pool.jsonl --n-samples 0 \\
@@ -155,7 +156,7 @@ def select(pairs, scores, threshold=None):
 
     Responses that did not end, have no words or contain a special token are never selected; of equal
     responses the first counts. A prompt with two or more responses is left out if all have the lowest score
-    in the pool: its best response is as bad as its worst. (With scores of 0 and 1 it would be a wrong
+    in the pool: its best response is as bad as its worst. (With scores of 0 and 1, its best would be a wrong
     answer.)
 
     pairs: [(prompt, response)]. scores: one number for each.
@@ -395,7 +396,7 @@ BASE = Args(
 )
 RECIPES = {
     "tiny": (
-        "the tiny world, three iterations, the best of 8: the default, half a minute on two CPU cores",
+        "the tiny world, three iterations, the best of 8: the default, about a minute on two CPU cores",
         # No temperature above 1: at 1.3 the choice follows the reward model's mistakes (see its page in
         # docs/)
         Args(),

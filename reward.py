@@ -12,7 +12,7 @@ reads two responses at once, is in common/programs/pairwise.py.
 Reads a model, comparisons (docs/use/data.md) and runs/sft. Writes runs/reward: model/, metrics.jsonl,
 samples.jsonl with the held-out scores, plots, summary.json, and checkpoint/, from which --resume continues.
 
-    python reward.py                                        the tiny world, about a minute on two CPU cores
+    python reward.py                                        the tiny world, 1 to 2 minutes on two CPU cores
     python reward.py --model org/name --dataset pairs.jsonl
     python reward.py --model runs/reward --dataset clean.jsonl --output-dir runs/reward_2   (Qwen's 2nd stage)
     torchrun --nproc-per-node 8 reward.py llama2
@@ -129,8 +129,8 @@ class Args:
 def comparison_loss(scores, batch, n, sums):
     """Compute the loss of a micro-batch of comparisons: the sum of their losses, divided by n.
 
-    Pairs, whose first response is the better one, go through one call. A ranking's loss is the mean over its
-    pairs.
+    All pairs go through one call, the chosen response first, unless a soft label favours the other. A ranking's
+    loss is the mean over its pairs.
     scores: (responses,), in the order of the comparisons. n: number of comparisons in the optimiser step.
     Metrics, which count pairs, are added to `sums`."""
     loss = scores.sum() * 0  # connects all weights to the loss, even without comparisons
@@ -256,7 +256,7 @@ BASE = Args(
 )
 LARGE = dict(micro_batch_size=4, max_new_tokens=512, slots=None, gradient_checkpointing=True)  # ours: memory
 RECIPES = {
-    "tiny": ("the tiny world, from random weights: the default, about a minute on two CPU cores", Args()),
+    "tiny": ("the tiny world, from random weights: the default, one to two minutes on two CPU cores", Args()),
     "base": (
         "a pretrained chat model: the default if the model or the data are not the tiny world's",
         BASE,
@@ -310,7 +310,7 @@ RECIPES = {
             warmup_ratio=0.03,  # section 2.2
             weight_decay=0.001,  # the authors' code
             batch_size=512,  # section 2.2
-            length_prompts=2000,  # section 2.2, figure 5
+            length_prompts=2000,  # section 2.3, figure 5
             max_length=4096,
             **LARGE,
         ),

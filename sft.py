@@ -10,7 +10,7 @@ Workflow, arXiv:2405.07863, section 3.1; Llama 2, arXiv:2307.09288, section 3.1.
 Reads a model and rows with a response, or dialogues (docs/use/data.md). Writes runs/sft: model/,
 metrics.jsonl, samples.jsonl, plots, summary.json, and checkpoint/, from which --resume continues.
 
-    python sft.py                                           the tiny world, under a minute on two CPU cores
+    python sft.py                                           the tiny world, 1 to 2 minutes on two CPU cores
     python sft.py --model org/name --dataset rows.jsonl     any chat model and data
     torchrun --nproc-per-node 8 sft.py rlhf_workflow --chat-template docs/templates/llama3.jinja
 
@@ -196,7 +196,7 @@ LARGE = Args(  # our values, for 7B
     sample_prompts=32, max_new_tokens=512, slots=None, gradient_checkpointing=True,
 )  # fmt: skip
 RECIPES = {
-    "tiny": ("a 0.6M Llama on the tiny world: the default, under a minute on two CPU cores", Args()),
+    "tiny": ("a 0.6M Llama on the tiny world: the default, one to two minutes on two CPU cores", Args()),
     "base": (
         "a pretrained chat model: the default if the model or the data are not the tiny world's",
         Args(

@@ -38,7 +38,7 @@ class Document(NamedTuple):
     row: Row
     number: int = 0  # index among the responses of a rollout
     all_turns: bool = False  # True if all assistant turns are learnt, False if only the last one is
-    shared: int = 0  # tokens of its prompt that its row holds already, before another response
+    shared: int = 0  # number of its first tokens (the prompt) that its row holds already, before another response
 
     @property
     def key(self) -> str:

@@ -265,8 +265,9 @@ def importance_weights(old_logprobs, sample_logprobs, action_mask, cap):
     (Truncated importance sampling; rho in IMPALA, Espeholt et al., arXiv:1802.01561, eq. 1.)
 
     The sampler's q differs from pi_old because sampling and training round bfloat16 differently, with top-p,
-    or if another program samples. With these weights, the policy loss over tokens from q estimates the loss
-    over tokens from pi_old. The cap limits its variance at the price of some bias.
+    or if another program samples. Given a token's prefix, the loss weighted so over tokens from q estimates
+    the loss over tokens from pi_old; the cap limits its variance at the price of some bias. Two things stay
+    uncorrected: how often q reaches the prefix, and tokens outside of top-p, which q never draws.
 
     old_logprobs, sample_logprobs: (B, T-1), nats, log pi_old and log q.
     action_mask: (B, T-1) bool. cap: above 0.
@@ -386,7 +387,8 @@ def cpl_loss(
     return + alpha * entropy is pi = exp(A / alpha), so alpha log pi can replace A, and S can replace the
     reward of y minus the value of x. S is negative, so lam < 1 (the paper's conservative bias) acts as a
     margin of (1 - lam) |S_r| and lowers the loss of data that the policy finds more probable. Every further
-    token lowers S, which favours short responses. gamma = lam = 1 is dpo_loss with references of 0.
+    token lowers S, so S ranks short responses higher; where the chosen ones are longer, the loss corrects
+    this, and the policy learns to write longer. gamma = lam = 1 is dpo_loss with references of 0.
 
     chosen_logprobs, rejected_logprobs: (n, T-1), nats, gradient flows; T may differ between the two.
     chosen_mask, rejected_mask: (n, T-1) bool, the tokens of the one response in each row, including its

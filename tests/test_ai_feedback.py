@@ -688,19 +688,19 @@ class Writer:
         return [(text.strip("*"), "*" not in text) for text, _ in zip(self.texts, questions)]
 
 
-def test_distinct_answers_of_all_policies_share_a_row_and_duplicates_are_counted():
-    policies = {"a": Writer("x", "y", "x", "x*", "", "x"), "b": Writer("z", "y", "x", "x", "x", "x")}
+def test_distinct_answers_of_all_policies_share_a_row_in_turns_and_duplicates_are_counted():
+    policies = {"a": Writer("x", "y", "x", "x*", "", "x"), "b": Writer("z", "y", "x", "", "x", "x")}
     system = {"role": "system", "content": "be brief"}
     rows = [item(texts=()), item(texts=(), number=1)]
     rows[0].prompt.insert(0, system)
     one, two = ai.sample(rows, policies, (), args_of("sample", responses=3))
     assert policies["b"].asked == [(system, "copy ant bear")] * 3 + [("copy ant bear",)] * 3
     x, y, z = ({"text": text, "model": model} for text, model in (("x", "a"), ("y", "a"), ("z", "b")))
-    assert one == {"responses": [x, y, z], "ai": {"dropped": 3}}
-    assert two == {"responses": [x], "ai": {"dropped": 5}, "failed": "fewer than two different responses"}
+    assert one == {"responses": [x, z, y], "ai": {"dropped": 3}}  # y, the second of both, is counted for a
+    assert two == {"responses": [{"text": "x", "model": "b"}], "ai": {"dropped": 5}, "failed": "fewer than two different responses"}
     assert ai.metrics_of([one, one], [two]) == {"rows": 2, "failed": 1, "dropped": (3 + 3 + 5) / 3}
     values = {"prompt": "copy ant bear", **one}  # what label makes of it
-    assert comparisons.pair_of(values, "")[1:] == (["x", "y"], None)
+    assert comparisons.pair_of(values, "")[1:] == (["x", "z"], None)  # of two policies
 
 
 # -- select and hindsight --------------------------------------------------------------------

@@ -211,20 +211,21 @@ def load_labeler(spec, device, args, flag="--model"):
 def sample(rows, policies, principles, args):
     """Sample --responses answers to each row from each of `policies`, {name: labeler}.
 
-    Yields {"responses": [{"text", "model"}], "ai": {"dropped": count}} per row. Responses that are
-    unfinished, empty or duplicates are dropped. A row fails if fewer than two are left."""
+    Yields {"responses": [{"text", "model"}], "ai": {"dropped": count}} per row: each policy's first response,
+    then each one's second, and so on, so that `label`, which compares the first two, compares two policies.
+    Responses that are unfinished, empty or duplicates are dropped. A row fails if fewer than two are left."""
     for group in split(rows, args.batch_size):  # groups, and so seeds, do not depend on the number of ranks
-        questions = []
-        texts = [{} for _ in group]
-        for row in group:
-            questions += [asked(row) for _ in range(args.responses)]
+        questions = [asked(row) for row in group for _ in range(args.responses)]
+        answers = {}
         for place, (name, policy) in enumerate(policies.items()):
             seed = dist.seed_of(args.seed, "sample", place, *(row.number for row in group))
-            answers = policy.generate(questions, args.max_new_tokens, args.temperature, seed)
-            for i, (text, ended) in enumerate(answers):
+            answers[name] = policy.generate(questions, args.max_new_tokens, args.temperature, seed)
+        for span in split(range(len(questions)), args.responses):
+            model_of_text = {}
+            for i, name in itertools.product(span, policies):
+                text, ended = answers[name][i]
                 if text and ended:
-                    texts[i // args.responses].setdefault(text, name)
-        for model_of_text in texts:
+                    model_of_text.setdefault(text, name)
             responses = [{"text": text, "model": name} for text, name in model_of_text.items()]
             dropped = args.responses * len(policies) - len(responses)
             result = {"responses": responses, "ai": {"dropped": dropped}}
