@@ -254,8 +254,7 @@ def main(args: Args):
     # Everything is loaded and checked: only now replace an old run, or load the checkpoint to resume from
     plan = f"{total_steps} optimiser steps of {args.batch_size} comparisons, "
     plan += f"{total_steps / steps_per_epoch:.2g} epochs of {len(train):,}"
-    held_out_rows = [comparison.row for comparison in held_out]
-    run.begin(plan=plan, modules={"advantage": (model, optimizer)}, held_out=held_out_rows)
+    run.begin(plan=plan, modules={"advantage": (model, optimizer)}, held_out=evaluate.fingerprint)
     run.log_before(evaluate, model)
 
     for step in run.steps(total_steps):  # also writes a checkpoint every --save-every steps

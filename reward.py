@@ -129,8 +129,8 @@ class Args:
 def comparison_loss(scores, batch, n, sums):
     """Compute the loss of a micro-batch of comparisons: the sum of their losses, divided by n.
 
-    All pairs go through one call, the chosen response first, unless a soft label favours the other. A ranking's
-    loss is the mean over its pairs.
+    All pairs go through one call, the chosen response first, unless a soft label favours the other. The loss
+    of a ranking is the mean over its pairs.
     scores: (responses,), in the order of the comparisons. n: number of comparisons in the optimiser step.
     Metrics, which count pairs, are added to `sums`."""
     loss = scores.sum() * 0  # connects all weights to the loss, even without comparisons
@@ -199,8 +199,7 @@ def main(args: Args):
     # Everything is loaded and checked: only now replace an old run, or load the checkpoint to resume from
     plan = f"{total_steps} optimiser steps of {args.batch_size} comparisons, "
     plan += f"{total_steps / steps_per_epoch:.2g} epochs of {len(train):,}"
-    held_out_rows = [comparison.row for comparison in held_out]
-    run.begin(plan=plan, modules={"reward": (model, optimizer)}, held_out=held_out_rows)
+    run.begin(plan=plan, modules={"reward": (model, optimizer)}, held_out=evaluate.fingerprint)
     run.log_before(evaluate, model)
 
     for step in run.steps(total_steps):  # also writes a checkpoint every --save-every steps

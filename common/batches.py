@@ -38,7 +38,7 @@ class Document(NamedTuple):
     row: Row
     number: int = 0  # index among the responses of a rollout
     all_turns: bool = False  # True if all assistant turns are learnt, False if only the last one is
-    shared: int = 0  # number of its first tokens (the prompt) that its row holds already, before another response
+    shared: int = 0  # number of its first tokens that its row holds already (a shared prompt)
 
     @property
     def key(self) -> str:
@@ -59,7 +59,8 @@ def held_out_keys(prompts) -> dict[tuple, int]:
     """Return {question: hash} for the prompts whose answers a row teaches.
 
     These are the only keys by which rows of any kind are held out from training. A question is a prompt
-    without its system turns, which say how to answer and may differ between rows with the same question.
+    without its system turns, which say how to answer and may differ between rows with the same question
+    (unless nothing else is said).
     Questions that differ only in case, white space or Unicode form count as equal, because files spell the
     same question differently, and holding out one row too many does no harm. The hash, used to choose a
     random subset, is that of the prompt as written.
@@ -67,7 +68,8 @@ def held_out_keys(prompts) -> dict[tuple, int]:
     prompts: iterable of lists of turns (messages)."""
     questions = {}
     for turns in prompts:
-        turns = [m for m in turns if m["role"] not in ("system", "developer")]
+        question = [m for m in turns if m["role"] not in ("system", "developer")]
+        turns = question if any(m["content"].strip() for m in question) else turns
         texts = (unicodedata.normalize("NFKC", m["content"]).casefold().split() for m in turns)
         questions[tuple(map(" ".join, texts))] = zlib.crc32(turns_key(turns).encode())
     return questions
@@ -242,6 +244,8 @@ def collate(blocks: list[list[Document]], pad_id: int, device="cpu", masked=Fals
             tree[i, start:] = first
             branch[i, start:end] = number * response_mask[i, start:end]
     documents = [document for block in blocks for document in block]
+    # In a row of several documents, padding could count on past the model's last position
+    position_ids.clamp_(max=max((len(document.ids) for document in documents), default=2) - 1)
     mask = response_mask[:, 1:].contiguous()
     token_indices = mask.nonzero().T  # on a GPU, nonzero would wait for its queue
     sources = torch.stack([token_indices[0], before[:, 1:][mask]])

@@ -655,6 +655,8 @@ def main(args: Args):
     """Answer one prompt, or chat line by line, in the terminal."""
     model, tokenizer = _load(transformers.AutoModelForCausalLM, args.model)
     scorer = args.scorer and _load(transformers.AutoModelForSequenceClassification, args.scorer)
+    if scorer and scorer[0].config.num_labels > 1:
+        sys.exit(f"{args.scorer} has {scorer[0].config.num_labels} outputs: give --scorer a reward model")
     stop_ids = {tokenizer.eos_token_id, *np.ravel(model.generation_config.eos_token_id)} - {None}
     dialogue = [{"role": "system", "content": args.system}] if args.system else []
     for text in filter(None, map(str.strip, sys.stdin)) if args.prompt is None else [args.prompt]:

@@ -1137,6 +1137,18 @@ def test_two_ranks_give_the_rows_of_one(task, chunk_rows, max_rows, pairs, promp
     assert read_json(tmp_path / "two" / "summary.json") == alone.summary
 
 
+def test_a_run_resumed_with_another_condition_is_refused_because_rows_are_known_by_their_number(pairs, tmp_path):
+    rows = [{**row, "score": i} for i, row in enumerate(read_jsonl(pairs))]
+    path = write_rows(tmp_path / "scored.jsonl", rows)
+    options = {"model": "gold_labeler:noisy", "chunk_rows": 2}
+    whole = run(tmp_path / "run", f"{path}?score>=0", **options)
+    (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "run" / "rows.jsonl").write_text("".join(whole.text.splitlines(keepends=True)[:4]))
+    with pytest.raises(InputError, match="the rows of --dataset are not those of .*Resume with the conditions"):
+        run(tmp_path / "run", f"{path}?score>=6", resume=True, **options)
+    assert run(tmp_path / "run", f"{path}?score>=0", resume=True, **options).text == whole.text
+
+
 # -- bad input -----------------------------------------------------------------------------------
 def test_a_mistake_on_the_command_line_ends_with_one_clear_line_and_code_2(pairs, tmp_path):
     """The command as a user runs it. Other mistakes are tested in this process, below."""

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import Words
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from helpers import TOKENIZER, Words
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Config
 
 from common import batches, dist, losses, models
 from common.batches import Comparison, Row, collate_comparisons, my_comparison_batches
 from common.data.comparisons import seq_logprobs
+from common.errors import InputError
 from common.loading import pretrained
 
 V, PAD, END = 61, 0, 2
@@ -220,3 +221,34 @@ def test_comparisons_with_only_samples_are_scored(scorer):
     batch = collate_comparisons([c], PAD)
     assert batch.sizes == [2] and c.n_tokens == 5 + 3 + 1
     torch.testing.assert_close(outputs(scorer, batch), plain_outputs(scorer, [c]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "learned"])
+def test_padding_has_no_position_that_no_document_has(kind):
+    """A row with a prompt and its responses may be longer than the model's positions, and so may padding be in the
+    shorter row beside it. A longrope model would then switch all rows to its factors for long ones, and a model with
+    learned positions would have none."""
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=48, initializer_range=0.3, **off)
+    if kind == "longrope":
+        rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = Phi3Config(vocab_size=V, pad_token_id=PAD, original_max_position_embeddings=48, rope_parameters=rope,
+                            initializer_range=0.3, **sizes)  # fmt: skip
+    torch.manual_seed(0)
+    model = models.with_methods(AutoModelForCausalLM.from_config(config), [models.token_logprobs])
+    model.compute_dtype, model.config.pad_token_id = torch.float32, PAD
+    pairs = [comparison(1, 8, 40, 40), comparison(2, 4, 30, 20)]  # documents of at most 48 tokens
+    assert collate_comparisons(pairs, PAD).position_ids.max() == 47  # two rows of 88
+    with torch.no_grad():
+        logprobs_of = lambda some: models.response_logprobs(model, collate_comparisons(some, PAD))
+        together, apart = logprobs_of(pairs), logprobs_of(pairs[1:])
+    torch.testing.assert_close(together[2:], apart)
+
+
+def test_a_shorter_policy_than_max_length_is_refused_before_training(tmp_path):
+    from common.scoring import reward_evaluation
+
+    args = SimpleNamespace(model="tiny", max_length=10**6, chat_template=None, length_prompts=0)
+    with pytest.raises(InputError, match="--max-length 1000000: tiny has only"):
+        reward_evaluation.check_sft_model("tiny", TOKENIZER, args)

@@ -1,6 +1,10 @@
 """common/data/comparisons.py: rows become comparisons, or are dropped, and why."""
 
 import collections
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -237,6 +241,8 @@ def test_contradicting_rows_are_both_dropped_and_repeated_ones_stay(load, capsys
     ranked = [pair(), {"prompt": "copy ant", "responses": responses(ant=1, cat=2)}, GOOD]
     assert [c.row.where for c in load(ranked)] == ["p.jsonl:3"]
     assert len(load([pair(preference=0.5), pair(), pair()])) == 3  # a half says nothing against
+    spaced = [pair("copy ant", "ant", "cat"), pair("copy ant", "cat ", " ant"), GOOD]
+    assert [c.row.where for c in load(spaced)] == ["p.jsonl:3"]
 
 
 @pytest.mark.parametrize("gap, kept", [(0.0, 3), (0.5, 3), (0.51, 2), (2.0, 2), (2.01, 1)])
@@ -410,3 +416,29 @@ def test_a_comparisons_key_depends_only_on_its_prompt_and_references_come_later(
     assert a.key == Prompt([], [user("copy ant")], row).key  # one key for both
     assert d.key == Prompt([], TALK, row).key
     assert a.ref_logprobs is None
+
+
+def test_the_fingerprint_is_that_of_the_content_and_not_of_the_files_name_or_the_process(tmp_path):
+    """Rows remember which of their columns were read, in a set, whose order differs between processes."""
+    rows = [{"prompt": "p", "responses": [{"text": x, "score": s} for x, s in (("a", 3), ("b c d e", 2), ("f", 1))]}]
+    paths = [str(write_rows(tmp_path / f"{name}.jsonl", rows)) for name in ("one", "other")]
+    fingerprint_of = lambda path, *limits: comparisons.fingerprint(comparisons.load(path, "train", TOKENIZER, *limits))
+    one = fingerprint_of(paths[0], 64)
+    assert one == fingerprint_of(paths[1], 64) == json.loads(json.dumps(one))
+    assert one != fingerprint_of(paths[0], 8) and one != fingerprint_of(paths[0], 64, 1.5)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_held_out_fingerprint_does_not_depend_on_pythons_hash_seed(tmp_path, seed):
+    """A row of PKU-SafeRLHF, of which several columns are read."""
+    row = {"prompt": "p", "response_0": "a", "response_1": "b", "better_response_id": 1, "safer_response_id": 0,
+           "is_response_0_safe": True, "is_response_1_safe": False}  # fmt: skip
+    path = write_rows(tmp_path / "pku.jsonl", [row])
+    code = "import sys, json; from helpers import TOKENIZER; from types import SimpleNamespace as args;"
+    code += "from common.data import comparisons; from common.run import identity;"
+    code += "held_out = comparisons.fingerprint(comparisons.load(sys.argv[1], 'train', TOKENIZER, 64));"
+    code += "print(identity.of_run(args(), held_out)['held-out set'])"
+    known = {subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True,
+                            env={**os.environ, "PYTHONHASHSEED": str(x), "PYTHONPATH": os.pathsep.join(sys.path)}
+                            ).stdout for x in (0, seed)}  # fmt: skip
+    assert len(known) == 1

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import struct
 import zlib
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from helpers import bot, user
 from templates import CHATML, FAMILIES, GPT2, QWEN, SPECIAL, byte_tokenizer, family, piece_tokenizer
 
 from common import responses
-from common.batches import Comparison, Document, Row, collate, make_blocks, pack, pack_evenly
+from common.batches import Comparison, Document, Row, collate, held_out_keys, make_blocks, pack, pack_evenly
 from common.errors import InputError
 from common.data import auxiliary, chat, comparisons, demonstrations, formats, message_columns, mixtures
 from common.data import progress, prompt_sets, splits, tiny
@@ -877,6 +878,55 @@ def test_a_template_that_rewrites_a_prompt_or_drops_the_answers_thought_is_refus
     for tokenizer, answer in (rewrites, (family("DeepSeek R1 distills"), "<think>a</think>b")):
         with pytest.raises(ValueError, match="changes the answer or does not put it directly after its prompt"):
             chat.encode(tokenizer, [user("hi"), bot(answer)])
+
+
+def test_an_answer_of_which_the_template_drops_a_part_drops_the_row():
+    """Whether or not the template opens the answer as for generation; white space may differ."""
+    cuts = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1].strip() }}")
+    for answer, learnt in (("<think>a</think>\n\n42", None), (" 42\n", "42")):
+        if learnt:
+            tokenizer = byte_tokenizer(cuts)
+            ids, mask = chat.encode(tokenizer, [user("hi"), bot(answer)])
+            assert tokenizer.decode([i for i, kept in zip(ids, mask) if kept]) == "42<|im_end|>"
+        else:
+            with pytest.raises(ValueError, match="changes the answer"):
+                chat.encode(byte_tokenizer(cuts), [user("hi"), bot(answer)])
+
+
+def test_a_template_that_reads_only_parts_of_messages_is_refused(tmp_path):
+    parts = CHATML.replace("{{ m.content }}", "{% for x in m.content %}{{ x.text }}{% endfor %}")
+    with pytest.raises(InputError, match="the chat template fails: it leaves out the text of an answer"):
+        load(byte_tokenizer(parts), tmp_path)
+
+
+def test_system_turns_tell_questions_apart_if_nothing_else_is_said():
+    system = lambda text: {"role": "system", "content": text}
+    one, other, blank = ([system("text 1")], [system("text 2")], [system("text 1"), user(" ")])
+    key = lambda *prompts: list(held_out_keys(prompts))
+    assert key(one) != key(other) and key(one) != key([]) and key(blank) != key([user(" ")])
+    assert key([system("text 1"), user("q")]) == key([user("q")])
+
+
+@pytest.mark.parametrize("cell, condition, meets", [
+    (struct.unpack("f", struct.pack("f", 0.7))[0], ">=0.7", True),  # 0.69999998808 in a float32 column
+    (struct.unpack("f", struct.pack("f", 0.9))[0], "==0.9", True), (0.69999, ">=0.7", False), (0.7, "==0.70001", False),
+    (12345678, "==12345679", False), (12345678, ">=12345679", False), ("nan", "==nan", True), (float("nan"), ">=0", False),
+    ("EN", "==en", True), ("1.0", "==1", True), (None, "==none", False), ("x", ">=1", False), (True, "==true", True),
+])  # fmt: skip
+def test_a_condition_compares_text_then_numbers_of_which_float32_has_seven_digits(cell, condition, meets):
+    assert mixtures._meets(cell, condition[:2], condition[2:]) is meets
+
+
+def test_json_lines_in_a_json_file_may_contain_the_separators_of_unicode(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text("".join(json.dumps({"prompt": f"a{c}b"}, ensure_ascii=False) + "\r\n" for c in "\u2028\x85"), "utf-8")
+    assert [row.data["prompt"] for row in mixtures.load_rows(str(path), "prompts", "train")] == ["a\u2028b", "a\x85b"]
+
+
+def test_a_column_turns_that_is_text_is_no_question_of_mt_bench():
+    row = {"instruction": "Write", "output": "x", "turns": "multi"}
+    assert formats.in_our_columns(row) == (row, set())
+    assert formats.in_our_columns({"turns": ["one", "two"]})[0]["prompt"] == "one"
 
 
 def test_white_space_merged_only_at_the_end_of_a_text_is_tokenised_as_in_generation():

@@ -119,6 +119,35 @@ def test_accuracy_is_reported_for_each_of_several_data_sets_and_categories(monke
     assert "eval/accuracy/s" not in mixed
 
 
+def test_the_loss_of_each_pair_counts_soft_labels_as_the_mean_loss_does(monkeypatch):
+    """A label of 0.6: moving from log-odds of 0.405 = logit 0.6 to 2 makes the loss larger, not smaller."""
+    def losses_of(d):
+        both = [{"rank": 0, "score": d}, {"rank": 1, "score": 0}]
+        rows = [{"prompt": "p", "source": "s", "category": None, "preference": p, "responses": both}
+                for p in (0.6, 0.4)]  # fmt: skip
+        monkeypatch.setattr(reward_evaluation, "scores_of_each", lambda *_: [])
+        monkeypatch.setattr(reward_evaluation, "scored_rows", lambda *_: rows)
+        evaluate = reward_evaluation.HeldOutComparisons([], None)
+        return evaluate(None)["eval/nll"], evaluate.losses
+
+    nll, losses = losses_of(2.0)
+    want = -0.6 * math.log(1 / (1 + math.exp(-2))) - 0.4 * math.log(1 - 1 / (1 + math.exp(-2)))
+    assert losses == pytest.approx([want, want]) and nll == pytest.approx(want)  # 0.927
+    assert losses_of(0.405)[1] == pytest.approx([0.673] * 2, abs=1e-3)
+
+
+def test_a_version_is_compared_by_the_kind_of_scorer_that_judged_it():
+    """--resume changes the scorer from one that scores to one that compares: its tie margin is 0.1."""
+    evaluation = object.__new__(version_evaluation.DPOEvaluation)
+    evaluation.scorer = SimpleNamespace(pairwise=True)
+    versions = {v: {"samples": [{"score": x} for x in scores], "pairs": {}, "scorer": "s", "pairwise": False}
+                for v, scores in enumerate([(0.0, 0.04), (0.05, 0.09)])}  # fmt: skip
+    assert evaluation.metrics_of(versions, 1)["sft/score_tie_margin"] == pytest.approx(0.002)
+    for of_version in versions.values():
+        of_version["pairwise"] = True
+    assert evaluation.metrics_of(versions, 1)["sft/score_tie_margin"] == pytest.approx(0.1)
+
+
 def test_length_metrics_use_prompts_with_three_or_more_samples_that_vary():
     """Correlations 1, 1 and 0; two samples, equal lengths and equal scores have none. For 12 prompts with 8
     times 1 and 4 times 0 the deviation is sqrt(8/3 / 11): 2/3 +- 1.96 * 0.49237 / sqrt(12)."""

@@ -82,6 +82,23 @@ def test_a_damaged_evaluation_of_a_version_is_one_line_that_says_to_remove_it(tm
         made.read_evaluation(path)
 
 
+def test_a_removed_evaluation_of_the_first_version_is_evaluated_again(tmp_path):
+    """The versions that are there tell which one was the first."""
+    folder = tmp_path / "versions"
+    for version in (1, 2):
+        (folder / str(version)).mkdir(parents=True)
+        files.write_json(folder / f"{version}.json", STUDY)
+    run = SimpleNamespace(args=None, folder=tmp_path, checkpoint=str(tmp_path / "checkpoint"))
+    made = versions.Versions(run, None, "runs/sft")
+    made.evaluate = object.__new__(version_evaluation.RejectionSamplingEvaluation)
+    made.begin()
+    assert made.first == 0 and made.path(0) == "runs/sft" and made.path(1) == str(folder / "1")
+    evaluated = []
+    made.evaluate_version = evaluated.append
+    run.begin_round = lambda: None
+    assert list(made.iterations(3)) == [3] and evaluated == [0, 1, 2]
+
+
 def test_a_bad_line_in_the_middle_is_an_error_so_that_no_later_row_is_lost(tmp_path):
     path = tmp_path / "a.jsonl"
     for bad in (b'{"x": 1', b"\xff", b"5", b"nonsense"):

@@ -42,6 +42,22 @@ def test_the_docs_table_matches_the_code():
     assert refused == wanted and len(every) > 1000
 
 
+def test_a_model_of_the_hub_is_its_commit_however_many_of_its_files_are_here(tmp_path, monkeypatch):
+    """A run looks before the weights have been downloaded, a resumed one afterwards."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(InputError, match="neither a folder nor in this machine's cache"):
+        pretrained.identity("org/name")
+    cached = tmp_path / "models--org--name"
+    for commit in ("abc", "def"):
+        (cached / "snapshots" / commit).mkdir(parents=True)
+        (cached / "refs").mkdir(exist_ok=True)
+        (cached / "refs" / "main").write_text(commit)
+        (cached / "snapshots" / commit / "config.json").write_text("{}")
+        assert pretrained.identity("org/name") == [commit]
+        (cached / "snapshots" / commit / "model.safetensors").write_text("weights")
+        assert pretrained.identity("org/name") == [commit]
+
+
 @pytest.fixture
 def world(tmp_path, monkeypatch):
     """A folder with everything that the flags of a run name."""

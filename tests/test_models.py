@@ -16,7 +16,7 @@ import tiny_families
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from helpers import Words
+from helpers import TOKENIZER, Words
 from test_data import CHATML, byte_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import (
@@ -379,6 +379,46 @@ def test_the_embedding_of_a_configs_padding_learns_as_any_other(kind, pad, tmp_p
     slope = (sides[0] - sides[1]) / 4e-3
     assert abs(slope) > 0.01
     assert (gradient[row] @ direction).item() == pytest.approx(slope, rel=0.05, abs=0.02)
+
+
+@pytest.mark.parametrize("more", [0, 2])
+def test_a_head_of_its_own_is_kept_where_the_config_calls_it_tied(more, tmp_path):
+    """As in a merge of adapters with modules_to_save, or Mistral 3, whose configs say nothing."""
+    name = saved(tmp_path, LlamaConfig(**SMALL, tie_word_embeddings=False))
+    path = Path(name, "config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    ids = torch.arange(V)[None]
+    want = AutoModelForCausalLM.from_pretrained(name)(input_ids=ids).logits
+    policy = pretrained.load_policy(name, Words(V + more))  # more tokens resize the tables, which ties them
+    checkpoints.save_model(policy, TOKENIZER, tmp_path / "export")
+    for model in (policy, AutoModelForCausalLM.from_pretrained(tmp_path / "export")):
+        torch.testing.assert_close(model(input_ids=ids).logits[..., :V], want)
+    assert not policy.config.tie_word_embeddings
+
+
+def test_a_quantised_multimodal_checkpoint_is_refused_because_its_text_part_would_lose_its_scales(tmp_path):
+    config = transformers.Mistral3Config(text_config={"model_type": "mistral", **SMALL}).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(InputError, match=r"quantised \(fp8\).*Give a checkpoint in bfloat16 or float32$"):
+        pretrained._read_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("given, kept", [
+    ({"do_sample": False, "temperature": 1.0, "top_p": 1.0}, {"do_sample": False}),  # greedy, and it stays so
+    ({"temperature": 0.6, "top_p": 0.9}, {"do_sample": True, "temperature": 0.6, "top_p": 0.9}),
+    ({"min_p": 0.1}, {"do_sample": True, "min_p": 0.1}),
+    ({"temperature": 0.0}, {"temperature": None}),
+    ({"length_penalty": 2.0}, {"length_penalty": None}),
+    ({"output_scores": True}, {"output_scores": None}),
+])  # fmt: skip
+def test_a_generation_config_never_stops_the_export_at_the_end_of_a_run(given, kept, tmp_path):
+    name = saved(tmp_path, LlamaConfig(**SMALL))
+    Path(name, "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **given}))
+    policy = pretrained.load_policy(name, Words(V))
+    checkpoints.save_model(policy, TOKENIZER, tmp_path / "export")
+    exported = json.loads((tmp_path / "export" / "generation_config.json").read_text())
+    assert {key: exported.get(key, None if x is None else False) for key, x in kept.items()} == kept
+    assert exported["eos_token_id"] == policy.generation_config.eos_token_id
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -385,11 +385,11 @@ def value_model(loaded, prompts=(), **options):
     return scorers.load_value_model(Gated(loaded, None, args), TOKENIZER, prompts, args, CPU)
 
 
-def of_models(folder, n_outputs):
+def of_models(folder, n_outputs, n_policies=1, n_others=0):
     """A scorer on disk as load_scorer reads it."""
     model = scorer(n_outputs)
     if n_outputs == 2:
-        model.config.advantage_model = {"n_policies": 1, "n_others": 0}
+        model.config.advantage_model = {"n_policies": n_policies, "n_others": n_others}
     checkpoints.save_model(model, TOKENIZER, folder)
     return model, scorers.load_scorer(str(folder), TOKENIZER, CPU)
 
@@ -403,8 +403,10 @@ def test_the_value_model_starts_as_the_reward_model_with_its_head(tmp_path):
     assert not any(p.requires_grad for p in loaded.model.parameters())
 
 
-def test_a_value_model_from_an_advantage_model_starts_at_r_minus_the_mean_expectation(tmp_path):
-    model, loaded = of_models(tmp_path / "advantage", 2)
+@pytest.mark.parametrize("n, k, scale", [(1, 0, 1), (3, 2, 1 / 3)])
+def test_a_value_model_from_an_advantage_model_starts_at_r_minus_the_mean_expectation(tmp_path, n, k, scale):
+    """As the score does, it counts 1 - K / N of it."""
+    model, loaded = of_models(tmp_path / "advantage", 2, n, k)
     prompts = [p for p, _ in PAIRS]
     value = value_model(loaded, prompts, scorer=str(tmp_path / "advantage"), score_batch_size=2)
     outputs = lambda ids: model(input_ids=torch.tensor([ids])).logits[0].tolist()  # at the last token
@@ -414,7 +416,7 @@ def test_a_value_model_from_an_advantage_model_starts_at_r_minus_the_mean_expect
         for p, r in PAIRS:
             ids = torch.tensor([p.ids + r.ids])
             v = value.head_outputs(ids, torch.tensor([[0], [ids.shape[1] - 1]])).item()
-            assert v == pytest.approx(outputs(p.ids + r.ids)[0] - mean, abs=1e-4)
+            assert v == pytest.approx(scale * (outputs(p.ids + r.ids)[0] - mean), abs=1e-4)
 
 
 @pytest.mark.parametrize("foreign", [False, True])

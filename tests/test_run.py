@@ -830,3 +830,13 @@ def test_only_rank_0_logs_and_shows_a_bar(tmp_path, monkeypatch, capsys):
     log.log(1, 0, x=1)
     progress.progress(10, 0, "sft").update()
     assert log.n_rows == 1 and not list(tmp_path.iterdir()) and capsys.readouterr().err == ""
+
+
+def test_all_ranks_look_for_a_lock_if_rank_0_sees_one(tmp_path, monkeypatch):
+    """A shared file system may show a new file to the others later: they must not skip a collective call."""
+    asked = []
+    gather = dist.gather
+    monkeypatch.setattr(dist, "gather", lambda values: [True] if values == [False] else gather(values))
+    monkeypatch.setattr("common.run.run._lock", asked.append)
+    find_run(Inputs(output_dir=str(tmp_path / "run")))
+    assert asked == [tmp_path / "run"]

@@ -193,6 +193,23 @@ def test_the_version_of_a_model_is_that_of_a_copy_in_another_folder(tmp_path):
     assert scorers.load_scorer(str(tmp_path / "copy"), TOKENIZER, CPU).version == version
 
 
+@pytest.mark.parametrize("kind", ["model", "function"])
+def test_a_scorer_is_loaded_and_so_downloaded_before_its_version_is_taken(kind, tmp_path, monkeypatch):
+    name = save(tmp_path / "rm", 1)
+    spec = name if kind == "model" else f"loads:judge={name}"
+    done = []
+    (tmp_path / "loads.py").write_text("def judge(text):\n    done.append('loaded')\n    return lambda *_: []\n\ndone = []")
+    monkeypatch.syspath_prepend(tmp_path)
+    if kind == "function":
+        monkeypatch.setattr(importlib.import_module("loads"), "done", done)
+    load, version_of = scorers.pretrained.load_scorer, scorers.version_of
+    monkeypatch.setattr(scorers.pretrained, "load_scorer", lambda *given: done.append("loaded") or load(*given))
+    monkeypatch.setattr(scorers, "version_of", lambda given: done.append("version") or version_of(given))
+    scorers.load_scorer(spec, TOKENIZER, CPU)
+    assert done == ["loaded", "version"]
+    sys.modules.pop("loads", None)
+
+
 # -- where a score is read ------------------------------------------------------------------------
 PHI = CHATML.replace("{% endfor %}", "{% endfor %}{% if not add_generation_prompt %}<|im_end|>{% endif %}")
 
@@ -403,6 +420,21 @@ def write(tmp_path, monkeypatch):
 
     yield write
     sys.modules.pop("my_scores", None)
+
+
+@pytest.mark.parametrize("name", ["score", "deviation", "normalised", "gated", "gold"])
+def test_a_part_with_the_name_of_a_metric_of_ppo_is_refused(write, pairs, name):
+    scorer = write(f"return {{'{name}': [0.0] * len(rows), 'length': [1.0] * len(rows)}}")
+    with pytest.raises(InputError, match=f"reward/{name} is a metric of ppo.py's own: give the part another name"):
+        scorers.score(scorer, pairs, 2)
+
+
+def test_sys_exit_in_a_users_code_is_an_error_and_not_the_end_of_a_run(write, pairs):
+    scorer = write("raise SystemExit(0)")
+    with pytest.raises(InputError, match="raised SystemExit: 0"):
+        scorers.score(scorer, pairs, 2)
+    with pytest.raises(InputError, match="my_scores:f: SystemExit: 3"):
+        write("return []\n\nraise SystemExit(3)")
 
 
 def test_a_function_of_the_current_directory_scores_texts_and_rows(write, pairs):

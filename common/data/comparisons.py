@@ -57,10 +57,12 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
 
     loaded = mapping.map_rows(rows, comparison, spec, tokens)
     pairs = [c for c in loaded if len(c.texts) == 2]
-    labels = {(c.key, c.texts[i], c.texts[j]) for c in pairs for i, j in labelled_pairs(c)}
+    texts_of = lambda c: [text.strip() for text in c.texts]
+    labels = {(c.key, texts_of(c)[i], texts_of(c)[j]) for c in pairs for i, j in labelled_pairs(c)}
 
     def unopposed(c):  # if two rows label the same responses in opposite ways, both are dropped
-        if labels >= {(c.key, *c.texts), (c.key, *c.texts[::-1])}:
+        texts = texts_of(c)
+        if labels >= {(c.key, *texts), (c.key, *texts[::-1])}:
             raise ValueError("another row has the opposite label for the same responses")
         return c
 
@@ -379,6 +381,12 @@ def statistics(train: list[Comparison], held_out: list[Comparison]) -> list[dict
                 "rejected_tokens": rejected,
             })  # fmt: skip
     return table
+
+
+def fingerprint(held_out: list[Comparison]) -> list:
+    """Fingerprint held-out comparisons, for identity.py: their columns, and the responses that are compared,
+    which depend on --max-length and --min-score-gap."""
+    return [[c.row.data, c.texts, c.ranks.tolist()] for c in held_out]
 
 
 def describe(comparison) -> dict:

@@ -150,7 +150,7 @@ PUBLIC = {  # columns that identify a public data set -> function that gives its
         {"text": x["text"], "score": int(i == row["choice"])} for i, x in enumerate(row["summaries"])]},
     # TL;DR's own summaries; a space comes first because the texts of `summaries` begin with one
     "subreddit title post summary": lambda row: {"prompt": _post(row), "completion": " " + row["summary"]},
-    "turns": lambda row: {"prompt": "" + dict.get(row, "turns")[0]},  # MT-Bench; evaluate.py reads all
+    "turns": lambda row: {"prompt": "" + ([] + dict.get(row, "turns"))[0]},  # MT-Bench; evaluate.py reads all
 }  # fmt: skip
 
 
@@ -224,7 +224,7 @@ def _rows(file, suffix):
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
             raise
-        return (json.loads(line) if line.strip() else () for line in text.splitlines())  # it holds JSON lines
+        return (json.loads(line) if line.strip() else () for line in text.split("\n"))  # it holds JSON lines
     return rows.get("data", [rows]) if isinstance(rows, dict) else rows
 
 

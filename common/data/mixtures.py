@@ -5,6 +5,7 @@ rows.
 """
 
 import itertools
+import math
 import re
 import zlib
 from pathlib import Path
@@ -183,11 +184,16 @@ def _select(rows, items, source):
 def _meets(cell, sign, value):
     """Return whether a cell meets a condition; an empty cell meets no condition.
 
-    Cell and value are compared as numbers. If one is not a number, == compares them as text in any case."""
+    For ==, cell and value are compared as text in any case first, then as numbers, of which a column in
+    float32 has only seven digits."""
+    if sign == "==" and cell is not None and str(cell).lower() == value.lower():
+        return True
     try:
-        return float(cell) == float(value) if sign == "==" else float(cell) >= float(value)
+        number, limit = float(cell), float(value)
     except (TypeError, ValueError, OverflowError):
-        return sign == "==" and cell is not None and str(cell).lower() == value.lower()
+        return False
+    close = isinstance(cell, float) and math.isclose(number, limit, rel_tol=1e-6)
+    return close or (number == limit if sign == "==" else number >= limit)
 
 
 def _tiny_options(source):

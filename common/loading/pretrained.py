@@ -101,7 +101,10 @@ def _after_answer(tokenizer, template=None) -> str:
     template: the template to use; None: the tokenizer's default."""
     turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "the answer"}]
     text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
-    return text.rpartition("the answer")[2]
+    _, shown, after = text.rpartition("the answer")
+    if not shown:
+        raise ValueError("it leaves out the text of an answer")
+    return after
 
 
 def _end_of_turn(tokenizer, name, given=None) -> int:
@@ -127,6 +130,25 @@ def _end_of_turn(tokenizer, name, given=None) -> int:
     return end
 
 
+def _valid(sampling, name):
+    """Return a generation config that transformers will save, hours from now: as it is, or with sampling on,
+    or if that is not enough with its tokens only."""
+    sampling.temperature = sampling.temperature or None  # with 0, generate would raise
+    try:
+        sampling.validate(strict=True)
+    except ValueError:  # most often a temperature without do_sample
+        sampling.do_sample = True
+        try:
+            sampling.validate(strict=True)
+        except ValueError as error:
+            ids = {key: x for key, x in sampling.to_diff_dict().items() if key.endswith("_token_id")}
+            if dist.is_main():
+                why = " ".join(str(error).split("\n")[:2])
+                print(f"{name}: of its generation_config.json only the tokens are kept: {why}")
+            return type(sampling)(**ids)
+    return sampling
+
+
 def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank=0):
     """Load a causal language model in fp32, without dropout, and ready to train.
 
@@ -145,8 +167,7 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank
     more = [token for token in ends if token != end]  # Llama 3 and Qwen end with either of two tokens
     sampling.pad_token_id = tokenizer.pad_token_id
     sampling.eos_token_id = [end, *more] if more else end
-    if any(getattr(sampling, key, None) is not None for key in ("temperature", "top_p", "top_k")):
-        sampling.do_sample = True  # without it transformers refuses to save the model, hours from now
+    model.generation_config = _valid(sampling, name)
     n_rows = len(model.get_input_embeddings().weight)
     model = _ready(model, tokenizer, [models.token_logprobs], gradient_checkpointing)
     if lora_rank and dist.is_main():
@@ -254,8 +275,8 @@ def identity(name, seed=0) -> list:
     """Return a list that changes when the model of this name does: its files' names and SHA-256.
 
     It does not depend on where the folder is. Hidden files and .md files do not count. For `tiny` it is
-    the name and `seed`, the seed of its random weights. Raises InputError if the model is not on this
-    machine."""
+    the name and `seed`, the seed of its random weights. For a model of the hub it is the commit, which is
+    known once its config is on this machine. Raises InputError if that is not so."""
     folder = Path(find_model(name))
     if name == "tiny":
         return [name, seed]
@@ -263,7 +284,7 @@ def identity(name, seed=0) -> list:
         config = try_to_load_from_cache(name, "config.json")
         if not isinstance(config, str):
             raise InputError(f"{name} is neither a folder nor in this machine's cache of the hub")
-        folder = Path(config).parent
+        return [Path(config).parent.name]
     files = [file for file in sorted(folder.glob("[!.]*")) if file.is_file() and file.suffix != ".md"]
     with ThreadPoolExecutor() as pool:
         return list(map(list, zip([file.name for file in files], pool.map(sha256, files))))
@@ -294,12 +315,19 @@ def _read_config(name):
 
     config = tiny.model().config if name == "tiny" else from_hub(AutoConfig, name)
     text = getattr(config, "text_config", None)
+    quantization = getattr(config, "quantization_config", None)
+    method = quantization and dict(quantization).get("quant_method")
     if type(text) in AutoModelForCausalLM._model_mapping and "ForSequenceClassification" not in _kind(config):
+        if quantization:
+            why = f"its weights are quantised ({method}), which is supported for models of text only"
+            raise InputError(f"{name}: {why}. Give a checkpoint in bfloat16 or float32")
         text.text_part_of = _kind(config)
         text.dtype = config.dtype
         text.tie_word_embeddings = config.tie_word_embeddings
         text.architectures = [AutoModelForCausalLM._model_mapping[type(text)].__name__]
         config = text
+    elif method == "fp8":
+        config.quantization_config = {**quantization, "dequantize": True}  # a CPU does so anyway
     for part in (config, *(getattr(config, key) for key in config.sub_configs)):
         for key, value in part.to_dict().items() if part else ():
             # With dropout, old and new probabilities would never agree
@@ -331,14 +359,23 @@ def _read(auto_class, name, config, seed):
     # for which the masks become 0 and -inf
     sdpa = kind._supports_sdpa and not getattr(config, "attn_logit_softcapping", None)
     options = {"dtype": torch.float32, "attn_implementation": "sdpa" if sdpa else "eager"}
+    if dist.is_main() and name != "tiny":
+        mapping = TEXT_PART if hasattr(config, "text_part_of") else None
+        load = functools.partial(from_hub, auto_class, name, output_loading_info=True, key_mapping=mapping)
+        model, info = load(config=config, **options)
+        head = model.get_output_embeddings()
+        tied = head is None or torch.equal(head.weight, model.get_input_embeddings().weight)
+        if config.tie_word_embeddings and not tied:  # the config is wrong: the files hold a head of its own
+            config.tie_word_embeddings = False
+            model, info = load(config=config, **options)
+    dist.barrier()  # reading may take longer than gather waits
+    config.tie_word_embeddings = dist.gather([config.tie_word_embeddings])[0]
     if not dist.is_main() or name == "tiny":
         with torch.device("cpu" if dist.is_main() else "meta"):
             model = auto_class.from_config(config, **options)
         if dist.is_main():
             model.base_model.load_state_dict(tiny.model(seed).base_model.state_dict())
         return model
-    options["key_mapping"] = TEXT_PART if hasattr(config, "text_part_of") else None
-    model, info = from_hub(auto_class, name, config=config, output_loading_info=True, **options)
     new_head = set() if "ForSequenceClassification" in _kind(config) else {"score.weight"}
     missing = sorted(set(info["missing_keys"]) - new_head)
     if missing:

@@ -596,6 +596,11 @@ def main(args: Args):
     size = {"sample": args.batch_size, **dict.fromkeys(WITHOUT_LABELER, len(items))}.get(args.task, 1)
     with files.reading(path):
         answered = {int(row["row"]) for row in rows}
+        prompt_of = {item.number: item.prompt for item in items}
+        is_same = all(row["prompt"] == prompt_of.get(row["row"], row["prompt"]) for row in rows)
+    if labelers and not is_same:
+        why = "Resume with the conditions and --columns that it was started with, or use --overwrite."
+        raise InputError(f"--resume: the rows of --dataset are not those of {path}. {why}")
     chunks = split(items, max(size, args.chunk_rows))
     todo = [chunk for chunk in chunks if not answered.issuperset(item.number for item in chunk)]
     again = {item.number for chunk in todo for item in chunk}  # a chunk that a crash cut short is redone

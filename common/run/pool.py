@@ -102,6 +102,7 @@ class Pool:
         for (name, temperature, n), chunks in zip(samplers, self.missing(samplers, prompts, iteration)):
             if not chunks:
                 continue
+            policy = None  # only one is in memory
             policy = versions.load(name)
             with dist.consolidated(policy):  # gathers the weights once for all chunks
                 for number, chunk in chunks:

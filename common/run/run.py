@@ -309,7 +309,7 @@ def find_run(args) -> str | None:
     if not args.output_dir:
         raise InputError("--output-dir is empty. Name a folder.")
     folder = Path(args.output_dir)
-    if (folder / "lock").exists():
+    if dist.gather([(folder / "lock").exists()])[0]:
         _lock(folder)
     before = _args_of(folder)
     outputs = _outputs(folder)

@@ -49,7 +49,7 @@ class Versions:
             rows = files.read_jsonl(self.run.folder / "metrics.jsonl")
         evaluations, self.made, rows = dist.gather([(evaluations, made, rows)])[0]  # as rank 0 sees them
         self.evaluations = dict(sorted(evaluations.items()))
-        self.first = min(self.evaluations, default=first)
+        self.first = min([*evaluations, *(version - 1 for version in self.made)], default=first)
         newest = max([*evaluations, *self.made], default=-1)
         kept = [row for row in rows if row["iteration"] <= newest]
         if newest not in evaluations:  # keep the newest version's rows, but not that of an evaluation

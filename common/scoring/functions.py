@@ -30,6 +30,7 @@ from common.data import formats, message_columns, mixtures
 
 NAMED = r"(?:(?:[A-Za-z]:[\\/])?[^:*]+\.py|[\w.]+):\w+"  # FILE.py:function or module:function
 WANTED = "expected module:function or FILE.py:function"
+LOGGED = {"score", "deviation", "normalised", "gated", "gold"}  # the reward/* of ppo.py, so no names of parts
 
 
 class Term(NamedTuple):
@@ -63,7 +64,7 @@ def named_function(flag, spec):
     try:
         is_file = place.endswith(".py")
         function = (_run(Path(place).resolve()) if is_file else vars(importlib.import_module(place)))[name]
-    except Exception as error:  # whatever a user's module raises
+    except (Exception, SystemExit) as error:  # whatever a user's module raises
         raise InputError(f"{flag} {spec}: {type(error).__name__}: {error}; {WANTED}") from error
     if not callable(function):
         raise InputError(f"{flag} {spec} is {type(function).__name__}, {WANTED}")
@@ -118,7 +119,9 @@ def _call(term, batch) -> list[dict[str, float]]:
         lengths = [len(column) for column in by_part.values()]
         if set(lengths) != {n}:
             raise ValueError(f"the lengths are {lengths}")
-    except Exception as error:  # whatever a user's function raises
+        if taken := sorted(by_part.keys() & LOGGED):
+            raise ValueError(f"reward/{taken[0]} is a metric of ppo.py's own: give the part another name")
+    except (Exception, SystemExit) as error:  # whatever a user's function raises
         where = f"{batch[0][0].row.where}, columns {formats.columns(rows[0])}"
         question = f"{n} responses, the first {texts[0][:80]!r} to {questions[0][:80]!r}"
         why = f"{did} {type(error).__name__}: {error}; called with {question} ({where})"

@@ -142,6 +142,12 @@ def pairs_of(rows) -> list[tuple]:
     return pairs
 
 
+def label_of(row) -> float:
+    """Return the probability of the more probable side of a row's pairs: 1 without a soft label."""
+    p = row.get("preference", 1.0)
+    return max(p, 1 - p)
+
+
 def pairs_by(score, rows) -> list[tuple]:
     """Return pairs_of the rows with score(row, response), computed once per response, as their scores."""
     scored = lambda row: {"responses": [{**r, "score": score(row, r)} for r in row["responses"]]}
@@ -289,8 +295,7 @@ def pair_metrics(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
     prompts = [repr(rows[number]["prompt"]) for _, number, _, _ in pairs]
     number_of = {}
     prompt = torch.tensor([number_of.setdefault(prompt, len(number_of)) for prompt in prompts])
-    soft = [rows[number].get("preference", 1.0) for _, number, _, _ in pairs]
-    label = torch.tensor([max(p, 1 - p) for p in soft], dtype=torch.float64)  # P of the more probable side
+    label = torch.tensor([label_of(rows[number]) for _, number, _, _ in pairs], dtype=torch.float64)
     correct = (difference.sign() + 1) / 2
     n = len(pairs)
     probability, confidence = difference.sigmoid(), difference.abs().sigmoid()

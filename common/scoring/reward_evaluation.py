@@ -1,6 +1,7 @@
 """Evaluate reward.py and advantage_model.py on held-out comparisons, and get the log probabilities and the
 responses that they need from a language model, the policy whose responses they score."""
 
+import copy
 import itertools
 import math
 from functools import partial
@@ -12,7 +13,7 @@ from common import dist, models, responses
 from common.batches import labelled_pairs, of_each_comparison, split
 from common.errors import InputError
 from common.data import comparisons, mixtures, tiny
-from common.loading import pretrained
+from common.loading import checks, pretrained
 from common.scoring import measures
 
 
@@ -37,10 +38,11 @@ class HeldOutComparisons:
     comparisons, overall and by data set and category. Each call sets:
 
     samples: the comparisons as rows of samples.jsonl, with the new scores.
-    losses: negative log-likelihood of each pair; a soft label counts as its more probable side."""
+    losses: negative log-likelihood of each pair's label."""
 
     def __init__(self, held_out, args):
         self.held_out = held_out
+        self.fingerprint = comparisons.fingerprint(held_out)
         self.args = args
         self.samples = []
         self.losses = []
@@ -50,7 +52,10 @@ class HeldOutComparisons:
         self.samples = scored_rows(self.held_out, scores)
         metrics = measures.pair_metrics(self.samples)
         pairs = measures.pairs_of(self.samples)
-        self.losses = torch.nn.functional.softplus(-torch.tensor([float(d) for d, *_ in pairs])).tolist()
+        differences = torch.tensor([float(d) for d, *_ in pairs])
+        label = torch.tensor([measures.label_of(self.samples[number]) for _, number, *_ in pairs])
+        nll = torch.nn.functional.binary_cross_entropy_with_logits
+        self.losses = nll(differences, label, reduction="none").tolist()
         for (_, name), rows in measures.parts_of(self.samples if metrics["pairs"] else []).items():
             differences = [d for d, *_ in measures.pairs_of(rows)]
             metrics[f"accuracy/{name}"] = measures.accuracy(differences)
@@ -78,6 +83,7 @@ def check_sft_model(name, tokenizer, args) -> str | None:
         return None
     name = name or ("runs/sft" if args.model == "tiny" else args.model)
     pretrained.check_causal_lm(name, tokenizer, args.chat_template)
+    pretrained.check_room(args.max_length, name)
     if args.length_prompts or getattr(args, "expected_reward_samples", 0):
         pretrained.check_sampled(name, "--length-prompts 0 needs no samples")
     return name
@@ -189,6 +195,7 @@ def with_policy_answers(train, name, tokenizer, args, device):
         raise InputError(f"{args.model} is not a causal LM. Name one with --policy, for ratios and e(x).")
     for other in args.behavior_policies:
         pretrained.check_causal_lm(other, tokenizer, args.chat_template)
+        pretrained.check_room(args.max_length, other)
     policy = pretrained.load_frozen(name, tokenizer, args, device) if k or n else None
     ratios = [torch.zeros(len(c.response_ids), 0) for c in train]
     metrics = {}
@@ -206,7 +213,9 @@ def with_policy_answers(train, name, tokenizer, args, device):
     samples = [()] * len(train)
     if n:
         seed = dist.seed_of(args.seed, "samples")
-        samples = policy_samples(policy, train, tokenizer, n, args.max_new_tokens, seed, args.slots)
+        fitted = copy.copy(args)  # run.begin fits --slots to what is in memory then
+        checks.fit_slots(fitted, [policy])
+        samples = policy_samples(policy, train, tokenizer, n, args.max_new_tokens, seed, fitted.slots)
     answered = []
     for c, of_labelled, ids in zip(train, ratios, samples):
         # Samples have no advantage: their ratios of 1 only fill the tensor

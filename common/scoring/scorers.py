@@ -44,23 +44,23 @@ def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=Fa
     Raises InputError if the scorer does not load, or if a model with the policy's tokens has fewer positions
     than max_length. With other tokens the length is known only once a text is encoded."""
     term = functions.term_of(spec)
-    version = version_of(spec)
     if term:
         try:
             term = term if term.text is None else term._replace(function=term.function(term.text))
         except InputError:
             raise
-        except Exception as error:  # whatever a user's function raises
+        except (Exception, SystemExit) as error:  # whatever a user's function raises
             why = f"{type(error).__name__}: {error}"
             raise InputError(f"--scorer {spec}: {why}; expected a function of one text") from error
         if functions.compares(term) and not pairwise:
             mend = "It can be --scorer of dpo_iterative.py and common.programs.evaluate."
             raise InputError(f"{spec} compares two responses and cannot score one. {mend}")
-        return Scorer(spec, version, term, pairwise=functions.compares(term))
+        return Scorer(spec, version_of(spec), term, pairwise=functions.compares(term))
     encoder = pretrained.load_tokenizer(spec, quiet=True)
     model = pretrained.load_scorer(spec, encoder)
     model = dist.shard(model.requires_grad_(False), device)
-    scorer = Scorer(spec, version, None, model, encoder, same_tokens=same_tokens(encoder, tokenizer))
+    same = same_tokens(encoder, tokenizer)
+    scorer = Scorer(spec, version_of(spec), None, model, encoder, same_tokens=same)
     if scorer.same_tokens:
         pretrained.check_room(max_length, spec, model.config)
     elif dist.is_main():
@@ -239,8 +239,8 @@ def load_value_model(gated, tokenizer, prompts, args, device):
     """Load the value model of ppo.py, initialised from the scorer.
 
     Reward model: its body and head. Advantage model: its body and the row of its head that gives r, with bias
-    -mean e(x) over some prompts. Function, or model with other tokens: the first policy's body and a head of
-    zeros."""
+    -mean e(x) over some prompts, both times 1 - K / N as the score is (models.scores_of). Function, or model
+    with other tokens: the first policy's body and a head of zeros."""
     scorer = gated.scorer
     checkpointing = args.gradient_checkpointing
     if scorer.function or not scorer.same_tokens:
@@ -250,9 +250,11 @@ def load_value_model(gated, tokenizer, prompts, args, device):
         model = pretrained.load_scorer(args.scorer, tokenizer, scorer.model.config.num_labels, checkpointing)
     if model.config.num_labels == 2:
         head = torch.nn.Linear(model.score.in_features, 1, device=model.score.weight.device)
+        loss_settings = model.config.advantage_model
+        scale = 1 - loss_settings["n_others"] / loss_settings["n_policies"]
         with torch.no_grad():
-            head.weight.copy_(model.score.weight[:1])
-            head.bias.fill_(-mean_expected_reward(scorer, random_subset(prompts, 256), args, device))
+            head.weight.copy_(scale * model.score.weight[:1])
+            head.bias.fill_(-scale * mean_expected_reward(scorer, random_subset(prompts, 256), args, device))
         model.score = head
         model.config.num_labels = 1
     return dist.shard(model, device)

@@ -6,6 +6,7 @@ import torch
 
 from common import dist, responses
 from common.batches import random_subset
+from common.data import comparisons
 from common.loading import pretrained
 from common.scoring import measures, scorers
 from common.scoring.evaluation import SAMPLE_METRICS, describe_samples, kl_of, logprobs_of, sampler_metrics
@@ -111,14 +112,17 @@ class DPOEvaluation:
         self.scorer = scorer
         self.tokenizer = tokenizer
         self.args = args
-        self.fingerprint = [*(prompt.key for prompt in self.prompts), *(pair.row for pair in held_out_pairs)]
+        keys = [prompt.key for prompt in self.prompts]
+        self.fingerprint = keys + comparisons.fingerprint(held_out_pairs)
 
     def __call__(self, policy, version, evaluations) -> dict:
         pairs = self.held_out_pairs
         metrics = self.pair_metrics(policy, pairs, self.args) if pairs else {}
         samples, sampler = self.answer(policy, version, evaluations) if self.prompts else ([], {})
         scorer = self.scorer and self.scorer.version
-        return {"samples": samples, "pairs": metrics, "sampler": sampler, "scorer": scorer}
+        pairwise = self.scorer and self.scorer.pairwise
+        results = {"samples": samples, "pairs": metrics, "sampler": sampler}
+        return {**results, "scorer": scorer, "pairwise": pairwise}
 
     def answer(self, policy, version, evaluations) -> tuple[list[dict], dict[str, float]]:
         args = self.args
@@ -148,7 +152,8 @@ class DPOEvaluation:
             metrics.update(measures.change("pairs/loss_change", evaluations[0]["pairs"]["losses"], losses))
         same = comparable(evaluations, version)
         if version and samples and 0 in same:
-            metrics.update(measures.against(same[0], samples, None, "sft/", self.scorer.pairwise))
+            pairwise = evaluation.get("pairwise", self.scorer.pairwise)  # --resume may change the scorer
+            metrics.update(measures.against(same[0], samples, None, "sft/", pairwise))
         if version > 1:
             metrics.update(gains_over(evaluations, version, {"before": version - 1}))
         return metrics
