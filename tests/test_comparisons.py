@@ -442,3 +442,10 @@ def test_the_held_out_fingerprint_does_not_depend_on_pythons_hash_seed(tmp_path,
                             env={**os.environ, "PYTHONHASHSEED": str(x), "PYTHONPATH": os.pathsep.join(sys.path)}
                             ).stdout for x in (0, seed)}  # fmt: skip
     assert len(known) == 1
+
+
+def test_completions_that_are_joined_into_a_pair_keep_the_last_assistant_turn_of_their_prompt(load):
+    begun = [user("q"), bot("first part")]
+    rows = [{"messages": [*begun, bot(text)], "label": label} for text, label in (("cat", True), ("dog", False))]
+    (pair_,) = load(rows)
+    assert pair_.prompt == begun and pair_.texts == ["cat", "dog"]

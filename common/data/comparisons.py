@@ -99,7 +99,8 @@ def joined(rows, tokenizer=None):
     for (column, _), rows in single.items():
         pairs = [(a, b) for a, b in itertools.product(rows, rows) if a[-1] > b[-1]]
         for (row, prompt, chosen, score), (_, _, rejected, other) in pairs:
-            sides = {"messages": prompt, "chosen": [chosen], "rejected": [rejected]}
+            sides = {"prompt": prompt, "chosen": [chosen], "rejected": [rejected]}
+            sides.update(dict.fromkeys(("messages", "history", "system")))  # the prompt has them
             if column == "score":
                 sides.update(chosen_score=score, rejected_score=other)
             kept.append(row._replace(data={**row.data, **sides}))
