@@ -471,7 +471,8 @@ def test_no_prompt_of_the_held_out_pairs_is_sampled_and_trained_on(small, tmp_pa
 
 
 def test_cpl_learns_pairs_without_a_reference(small, tmp_path, monkeypatch):
-    """Its first loss is that of plain transformers; the more likely side of a soft label is the chosen one."""
+    """Its first loss is that of plain transformers; the more likely side of a soft label is the chosen one, and a label
+    of one half says nothing."""
     cpl, sides = processes.patched("dpo_iterative", "cpl", tmp_path), []  # docs/learn/cpl.patch
     given = [{**r, "preference": i % 5 / 4} for i, r in enumerate(read_jsonl(small.folder / "pairs.jsonl"))]
     write_rows(small.folder / "soft.jsonl", given)
@@ -480,13 +481,14 @@ def test_cpl_learns_pairs_without_a_reference(small, tmp_path, monkeypatch):
     offline = {**options, **offline_options(small, "soft", output_dir=f"{tmp_path}/a", **ONE_STEP)}
     cpl.main(cpl.Args(**offline))
     pairs = of_iteration(tmp_path / "a", "pairs")
+    assert all(r["preference"] != 0.5 for r in pairs)
     for better in (True, False):
-        texts = [r["chosen" if (r["preference"] >= 0.5) == better else "rejected"] for r in pairs]
+        texts = [r["chosen" if (r["preference"] > 0.5) == better else "rejected"] for r in pairs]
         rows = [{**r, "response_ids": TOKENIZER(x)["input_ids"] + [END]} for r, x in zip(pairs, texts)]
         sides.append(0.7 * plain_logprobs(small.folder / "first/model", rows, gamma=0.5))
     [row] = rows_of(tmp_path / "a", "loss/cpl")
     want = -F.logsigmoid(sides[0] - 0.5 * sides[1]).mean().item()
-    assert row["loss/cpl"] == pytest.approx(want, rel=1e-4) and len(pairs) > 20
+    assert row["loss/cpl"] == pytest.approx(want, rel=1e-4) and len(pairs) > 15
     cpl.main(cpl.Args(**options, output_dir=f"{tmp_path}/b"))
     assert rows_of(tmp_path / "b", "pairs/chosen_length") and not list(tmp_path.rglob("reference.json"))
 

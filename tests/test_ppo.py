@@ -1235,7 +1235,7 @@ def test_an_answer_that_can_be_checked_is_a_reward_whose_parts_are_logged(
     assert parts[2] == 0
 
 
-@pytest.mark.parametrize("name, most", [("grpo", 55), ("cpl", 39), ("hir", 95)])
+@pytest.mark.parametrize("name, most", [("grpo", 55), ("cpl", 41), ("hir", 95)])
 def test_a_patch_is_short(name, most):
     lines = (ROOT / "docs" / "learn" / f"{name}.patch").read_text().splitlines()
     assert sum(line.startswith("+") and not line.startswith("+++") for line in lines) <= most
