@@ -294,7 +294,6 @@ GROUPS = {
             "`--reward-norm whiten`": "ppo --reward-norm whiten",
             "`--value-warmup-steps 0`": "ppo --value-warmup-steps 0",
             "`--prompts-per-iteration 128 --n-samples 1`": "ppo --prompts-per-iteration 128 --n-samples 1",
-            "`--kl-coef 0`, scorer of `tiny:length_bias=0.6`": "ppo --scorer runs/begin/reward_biased --kl-coef 0",
         },
         claims=(
             Claim("`--top-p 0.9`", "the recipe", row=11, says="less", column="score", label="the reward model's score"),
@@ -532,7 +531,7 @@ GROUPS = {
     ),
     "hacking": Group(  # by annotators to whom length counts six times
         {
-            "`--kl-coef 0`": "=ppo/kl_coef_0_scorer_of_tiny_length_bias_0_6",
+            "`--kl-coef 0`": "ppo --scorer runs/begin/reward_biased --kl-coef 0",
             "`--kl-coef 0.3`": f"{PPO} --scorer runs/begin/reward_biased --kl-coef 0.3",
         },
         claims=(Claim("`--kl-coef 0.3`", "`--kl-coef 0`", row=6, label="a biased scorer, 0.3 over 0"),),
