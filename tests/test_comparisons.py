@@ -449,3 +449,10 @@ def test_completions_that_are_joined_into_a_pair_keep_the_last_assistant_turn_of
     rows = [{"messages": [*begun, bot(text)], "label": label} for text, label in (("cat", True), ("dog", False))]
     (pair_,) = load(rows)
     assert pair_.prompt == begun and pair_.texts == ["cat", "dog"]
+
+
+@pytest.mark.parametrize("column", ["conversations", "messages"])
+def test_completions_that_are_joined_keep_the_system_turn_of_any_dialogue(load, column):
+    rows = [{"system": "be brief", column: [user("q"), bot(text)], "score": score} for text, score in (("cat", 1), ("dog", 0))]
+    (pair_,) = load(rows)
+    assert pair_.prompt == [{"role": "system", "content": "be brief"}, user("q")] and pair_.texts == ["cat", "dog"]

@@ -100,7 +100,8 @@ def joined(rows, tokenizer=None):
         pairs = [(a, b) for a, b in itertools.product(rows, rows) if a[-1] > b[-1]]
         for (row, prompt, chosen, score), (_, _, rejected, other) in pairs:
             sides = {"prompt": prompt, "chosen": [chosen], "rejected": [rejected]}
-            sides.update(dict.fromkeys(("messages", "history", "system")))  # the prompt has them
+            # The prompt has what is in these
+            sides.update(dict.fromkeys((*message_columns.DIALOGUES, "history", "system")))
             if column == "score":
                 sides.update(chosen_score=score, rejected_score=other)
             kept.append(row._replace(data={**row.data, **sides}))

@@ -184,16 +184,16 @@ def _select(rows, items, source):
 def _meets(cell, sign, value):
     """Return whether a cell meets a condition; an empty cell meets no condition.
 
-    For ==, cell and value are compared as text in any case first, then as numbers, of which a column in
-    float32 has only seven digits."""
+    For ==, cell and value are compared as text in any case first, then as numbers. A fraction in a float32
+    column has only seven digits."""
     if sign == "==" and cell is not None and str(cell).lower() == value.lower():
         return True
     try:
         number, limit = float(cell), float(value)
     except (TypeError, ValueError, OverflowError):
         return False
-    close = isinstance(cell, float) and math.isclose(number, limit, rel_tol=1e-6)
-    return close or (number == limit if sign == "==" else number >= limit)
+    close = limit % 1 and isinstance(cell, float) and math.isclose(number, limit, rel_tol=1e-7)
+    return bool(close) or (number == limit if sign == "==" else number >= limit)
 
 
 def _tiny_options(source):

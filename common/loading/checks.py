@@ -121,7 +121,8 @@ def fit_slots(args, learning):
         args.slots = args.slots or 16
         return
     dtype = policy.compute_dtype
-    beyond = 0 if hasattr(args, "iterations") else args.max_new_tokens  # sft.py and scorers answer longer prompts
+    # sft.py and scorers answer prompts of up to --max-length
+    beyond = 0 if hasattr(args, "iterations") else args.max_new_tokens
     length = sampler.cache_columns(args.max_length + beyond, policy.device)
     slot = length * cache_bytes(policy.config, dtype) / dist.ranks_per_copy
     free, total = torch.accelerator.get_memory_info(policy.device)

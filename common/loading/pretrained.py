@@ -272,11 +272,12 @@ def check_room(length: int, name, config=None):
 
 
 def identity(name, seed=0) -> list:
-    """Return a list that changes when the model of this name does: its files' names and SHA-256.
+    """Return a list that changes when the model of this name does.
 
-    It does not depend on where the folder is. Hidden files and .md files do not count. For `tiny` it is
-    the name and `seed`, the seed of its random weights. For a model of the hub it is the commit, which is
-    known once its config is on this machine. Raises InputError if that is not so."""
+    For a folder it is its files' names and SHA-256, wherever the folder is; hidden files and .md files do not
+    count. For a model of the hub it is the commit, which is known once its config is on this machine. For
+    `tiny` it is the name and `seed`, the seed of its random weights. Raises InputError for a hub model that
+    is not on this machine."""
     folder = Path(find_model(name))
     if name == "tiny":
         return [name, seed]
@@ -323,7 +324,7 @@ def _read_config(name):
             raise InputError(f"{name}: {why}. Give a checkpoint in bfloat16 or float32")
         text.text_part_of = _kind(config)
         text.dtype = config.dtype
-        text.tie_word_embeddings = config.tie_word_embeddings
+        text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
         text.architectures = [AutoModelForCausalLM._model_mapping[type(text)].__name__]
         config = text
     elif method == "fp8":
@@ -359,17 +360,19 @@ def _read(auto_class, name, config, seed):
     # for which the masks become 0 and -inf
     sdpa = kind._supports_sdpa and not getattr(config, "attn_logit_softcapping", None)
     options = {"dtype": torch.float32, "attn_implementation": "sdpa" if sdpa else "eager"}
+    is_tied = getattr(config, "tie_word_embeddings", False)
     if dist.is_main() and name != "tiny":
         mapping = TEXT_PART if hasattr(config, "text_part_of") else None
         load = functools.partial(from_hub, auto_class, name, output_loading_info=True, key_mapping=mapping)
         model, info = load(config=config, **options)
         head = model.get_output_embeddings()
         tied = head is None or torch.equal(head.weight, model.get_input_embeddings().weight)
-        if config.tie_word_embeddings and not tied:  # the config is wrong: the files hold a head of its own
-            config.tie_word_embeddings = False
+        if is_tied and not tied:  # the config is wrong: the files hold a head of its own
+            config.tie_word_embeddings = is_tied = False
+            model = head = None  # only one is in memory
             model, info = load(config=config, **options)
     dist.barrier()  # reading may take longer than gather waits
-    config.tie_word_embeddings = dist.gather([config.tie_word_embeddings])[0]
+    config.tie_word_embeddings = dist.gather([is_tied])[0]
     if not dist.is_main() or name == "tiny":
         with torch.device("cpu" if dist.is_main() else "meta"):
             model = auto_class.from_config(config, **options)
@@ -497,7 +500,7 @@ def read_at_end_token(model, tokenizer):
     def cut(template):
         try:
             tail = _after_answer(tokenizer, template).partition(tokenizer.eos_token)[2]
-        except (jinja2.TemplateError, TypeError):  # one of several may be only for tools or documents
+        except (jinja2.TemplateError, TypeError, ValueError):  # one may be only for tools or documents
             return template
         bare = template.removesuffix("\n")  # jinja drops a newline at the very end
         shorter = f"{{{{ dialogue if add_generation_prompt else dialogue.removesuffix({tail!r}) }}}}"

@@ -1,8 +1,8 @@
 """Record the inputs of a run in args.json, and compare them when the run is resumed.
 
-Inputs are identified by content, so that folders can move: a model by its files, a function by its name and
-its file, data by their content, a held-out set by its messages. A --policy or --reference that is missing, or
-is `sft`, means --model and has its content.
+Inputs are identified by content, so that folders can move: a model by its files (on the hub by its commit), a
+function by its name and its file, data by their content, a held-out set by its messages or comparisons. A
+--policy or --reference that is missing, or is `sft`, means --model and has its content.
 """
 
 import contextlib

@@ -100,7 +100,8 @@ def _call(term, batch) -> list[dict[str, float]]:
     """Call a function on a batch of (prompt, response), or of (prompt, a, b) if it compares. Returns one
     {part: number} for each; the part is "" if the function returns a list.
 
-    Raises InputError if the function raises, or returns anything but a number for each of the batch."""
+    Raises InputError if the function raises, or returns anything but a number for each of the batch, or a part
+    that has the name of a metric of ppo.py."""
     questions = [prompt.question for prompt, *_ in batch]
     texts = [response.written or response.text for _, response, *_ in batch]
     # Copies: changes that a function makes must not reach the next response, the pool or the data

@@ -102,7 +102,7 @@ class DPOEvaluation:
       probability that it beats the response of version 0.
     pairs: the result of pair_metrics(policy, held_out_pairs, args).
     sampler: the result of sampler_metrics for these responses.
-    scorer: the version of the scorer."""
+    scorer: the version of the scorer. pairwise: whether it compares two responses."""
 
     def __init__(self, held_out, held_out_pairs, pair_metrics, scorer, tokenizer, args):
         """scorer: None if --eval-prompts is 0."""
