@@ -59,11 +59,10 @@ def held_out_keys(prompts) -> dict[tuple, int]:
     """Return {question: hash} for the prompts whose answers a row teaches.
 
     These are the only keys by which rows of any kind are held out from training. A question is a prompt
-    without its system turns, which say how to answer and may differ between rows with the same question
-    (unless nothing else is said).
-    Questions that differ only in case, white space or Unicode form count as equal, because files spell the
-    same question differently, and holding out one row too many does no harm. The hash, used to choose a
-    random subset, is that of the prompt as written.
+    without its system turns, which say how to answer and may differ between rows with the same question; only
+    a prompt of system turns alone keeps them. Questions that differ only in case, white space or Unicode form
+    count as equal, because files spell the same question differently, and holding out one row too many does
+    no harm. The hash, used to choose a random subset, is that of the prompt as written.
 
     prompts: iterable of lists of turns (messages)."""
     questions = {}

@@ -88,8 +88,8 @@ def _answers(tokenizer, messages, text) -> dict[int, tuple[int, int]]:
 
     Returns {index of the message: (start, end)}, in characters. An answer starts after the opening that
     generation starts from and ends after its end-of-sequence token. Answers that the template rewrites
-    once more turns follow are missing, as in templates that drop earlier thoughts, and so are those of whose
-    text it drops a part."""
+    once more turns follow are missing, as in templates that drop earlier thoughts, and so are answers that it
+    shortens."""
     answers = {}
     for i in range(1, len(messages)):
         if messages[i]["role"] != "assistant":
@@ -101,9 +101,9 @@ def _answers(tokenizer, messages, text) -> dict[int, tuple[int, int]]:
         answer, end, _ = done[len(before) :].partition(tokenizer.eos_token)
         content = messages[i]["content"]
         content = content if content in answer else content.strip()
+        if content not in answer and "".join(content.split()) not in "".join(answer.split()):
+            continue  # white space may differ, but nothing else
         start = 0 if before == opening else answer.rfind(content)
-        if "".join(content.split()) not in "".join(answer.split()):  # white space may differ
-            start = -1
         # A thought, or another key, that is rendered before the content would be left out of the answer
         lost = start and messages[i].keys() - {"role", "content", "weight"}
         if start >= 0 and not lost and text.startswith(before + answer + end):

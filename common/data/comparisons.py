@@ -100,7 +100,7 @@ def joined(rows, tokenizer=None):
         pairs = [(a, b) for a, b in itertools.product(rows, rows) if a[-1] > b[-1]]
         for (row, prompt, chosen, score), (_, _, rejected, other) in pairs:
             sides = {"prompt": prompt, "chosen": [chosen], "rejected": [rejected]}
-            # The prompt has what is in these
+            # The prompt already has the turns of these columns
             sides.update(dict.fromkeys((*message_columns.DIALOGUES, "history", "system")))
             if column == "score":
                 sides.update(chosen_score=score, rejected_score=other)

@@ -192,8 +192,8 @@ def _meets(cell, sign, value):
         number, limit = float(cell), float(value)
     except (TypeError, ValueError, OverflowError):
         return False
-    close = limit % 1 and isinstance(cell, float) and math.isclose(number, limit, rel_tol=1e-7)
-    return bool(close) or (number == limit if sign == "==" else number >= limit)
+    is_close = isinstance(cell, float) and limit % 1 != 0 and math.isclose(number, limit, rel_tol=1e-7)
+    return is_close or (number == limit if sign == "==" else number >= limit)
 
 
 def _tiny_options(source):

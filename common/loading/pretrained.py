@@ -134,19 +134,17 @@ def _valid(sampling, name):
     """Return a generation config that transformers will save, hours from now: as it is, or with sampling on,
     or if that is not enough with its tokens only."""
     sampling.temperature = sampling.temperature or None  # with 0, generate would raise
-    try:
-        sampling.validate(strict=True)
-    except ValueError:  # most often a temperature without do_sample
-        sampling.do_sample = True
+    for do_sample in (sampling.do_sample, True):  # most often there is a temperature without do_sample
+        sampling.do_sample = do_sample
         try:
             sampling.validate(strict=True)
+            return sampling
         except ValueError as error:
-            ids = {key: x for key, x in sampling.to_diff_dict().items() if key.endswith("_token_id")}
-            if dist.is_main():
-                why = " ".join(str(error).split("\n")[:2])
-                print(f"{name}: of its generation_config.json only the tokens are kept: {why}")
-            return type(sampling)(**ids)
-    return sampling
+            why = " ".join(str(error).split("\n")[:2])
+    if dist.is_main():
+        print(f"{name}: of its generation_config.json only the tokens are kept: {why}")
+    tokens = {key: x for key, x in sampling.to_diff_dict().items() if key.endswith("_token_id")}
+    return type(sampling)(**tokens)
 
 
 def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank=0):
@@ -366,10 +364,10 @@ def _read(auto_class, name, config, seed):
         load = functools.partial(from_hub, auto_class, name, output_loading_info=True, key_mapping=mapping)
         model, info = load(config=config, **options)
         head = model.get_output_embeddings()
-        tied = head is None or torch.equal(head.weight, model.get_input_embeddings().weight)
-        if is_tied and not tied:  # the config is wrong: the files hold a head of its own
-            config.tie_word_embeddings = is_tied = False
-            model = head = None  # only one is in memory
+        embeddings = model.get_input_embeddings()
+        if is_tied and head is not None and not torch.equal(head.weight, embeddings.weight):
+            config.tie_word_embeddings = is_tied = False  # the files hold a head of its own
+            model = head = embeddings = None  # only one is in memory
             model, info = load(config=config, **options)
     dist.barrier()  # reading may take longer than gather waits
     config.tie_word_embeddings = dist.gather([is_tied])[0]

@@ -597,8 +597,8 @@ def main(args: Args):
     with files.reading(path):
         answered = {int(row["row"]) for row in rows}
         prompt_of = {item.number: item.prompt for item in items}
-        is_same = not labelers or all(row["prompt"] == prompt_of.get(row["row"], row["prompt"]) for row in rows)
-    if not is_same:
+        is_same = [row["prompt"] == prompt_of.get(row["row"], row["prompt"]) for row in rows if labelers]
+    if not all(is_same):
         why = "Resume with the conditions and --columns that it was started with, or use --overwrite."
         raise InputError(f"--resume: the rows of --dataset are not those of {path}. {why}")
     chunks = split(items, max(size, args.chunk_rows))

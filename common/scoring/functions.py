@@ -30,7 +30,7 @@ from common.data import formats, message_columns, mixtures
 
 NAMED = r"(?:(?:[A-Za-z]:[\\/])?[^:*]+\.py|[\w.]+):\w+"  # FILE.py:function or module:function
 WANTED = "expected module:function or FILE.py:function"
-LOGGED = {"score", "deviation", "normalised", "gated", "gold"}  # the reward/* of ppo.py, so no names of parts
+LOGGED = {"score", "deviation", "normalised", "gated", "gold"}  # ppo.py logs reward/NAME: no part may be NAME
 
 
 class Term(NamedTuple):
@@ -100,8 +100,8 @@ def _call(term, batch) -> list[dict[str, float]]:
     """Call a function on a batch of (prompt, response), or of (prompt, a, b) if it compares. Returns one
     {part: number} for each; the part is "" if the function returns a list.
 
-    Raises InputError if the function raises, or returns anything but a number for each of the batch, or a part
-    that has the name of a metric of ppo.py."""
+    Raises InputError if the function raises, or returns anything but a number for each of the batch, or if a
+    part has a name in LOGGED."""
     questions = [prompt.question for prompt, *_ in batch]
     texts = [response.written or response.text for _, response, *_ in batch]
     # Copies: changes that a function makes must not reach the next response, the pool or the data
