@@ -188,17 +188,17 @@ def regression_loss(rewards, expected, batch, n):
     return squared_error / n
 
 
-def update(model, optimizer, batch, args):
-    """Take one optimiser step on a batch of comparisons.
+def update(model, optimizer, comparisons, args):
+    """Take one optimiser step on a list of comparisons (batches.Comparison).
 
     Every rank has all comparisons and computes its share.
     Returns (loss, squared error of e, share of pairs ranked as labelled, gradient norm)."""
-    n = len(batch)
+    n = len(comparisons)
     sums = dist.Sums()
-    for micro_batch in my_comparison_batches(batch, model, args.micro_batch_size, args.share_prompt):
-        rewards, expected = models.rewards_and_expected(model, micro_batch)
-        loss = comparison_loss(rewards, expected, micro_batch, n, sums, args)
-        regression = regression_loss(rewards, expected, micro_batch, n)
+    for batch in my_comparison_batches(comparisons, model, args.micro_batch_size, args.share_prompt):
+        rewards, expected = models.rewards_and_expected(model, batch)
+        loss = comparison_loss(rewards, expected, batch, n, sums, args)
+        regression = regression_loss(rewards, expected, batch, n)
         dist.backward(loss + regression)
         sums.add({"loss": loss, "regression": regression})
     totals = sums.over_ranks()

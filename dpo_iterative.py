@@ -13,6 +13,9 @@ worst response that was cut is kept, without an end-of-sequence token. Optimiser
 in each iteration, as in the authors' scripts. The reference pi_0 stays the SFT model. `--iterations 0` trains
 on given pairs: offline DPO.
 
+Differences from the papers: the rules marked as ours above; AdamW's betas are 0.9 and 0.95 (the DPO paper has
+RMSprop); prompts and pairs that are too long are left out instead of cut.
+
 Reads a policy, an oracle (--scorer) and prompts. Writes runs/dpo_iterative: pool.jsonl (every response
 sampled), pairs.jsonl, versions/ (each iteration's model and held-out responses), model/ (the last version),
 metrics.jsonl, samples.jsonl, plots, summary.json. A checkpoint holds the policy, its optimiser and its step
@@ -41,7 +44,7 @@ from common.loading import checks, pretrained
 from common.scoring import functions, scorers
 from common.scoring.version_evaluation import DPOEvaluation
 from common.run import cli, plots
-from common.run.pool import Pool, candidates, pairing_metrics, pairs_of, rows_of, write_pairs
+from common.run.pool import Pool, candidates, pairing_metrics, responses_of, rows_of, write_pairs
 from common.run.run import Run, launch
 from common.run.versions import Versions
 
@@ -148,16 +151,16 @@ class Args:
     """Replace an existing run in output_dir, including its pool."""
 
 
-def best_against_worst(pairs, scores, iteration, args):
+def best_against_worst(sampled, scores, iteration, args):
     """Pair the best response to each prompt with the worst, by score minus the length penalty.
 
-    pairs: [(prompt, response)]. scores: one number for each. iteration: becomes the source of the
+    sampled: [(prompt, response)]. scores: one number for each. iteration: becomes the source of the
       comparisons.
     Returns (comparisons, {reason: number of prompts without a pair}). Reasons: "same": all responses, or the
     best and the worst, have the same text. "tied": all have the same score. "unfinished": the best one did
     not end (learning it would teach the policy not to end), has no words or contains a special token."""
     groups, chosen, dropped = {}, [], {"same": 0, "tied": 0, "unfinished": 0}
-    for (prompt, response), score in zip(pairs, scores, strict=True):
+    for (prompt, response), score in zip(sampled, scores, strict=True):
         groups.setdefault(prompt.key, []).append((prompt, response, score))
     for group in groups.values():
         prompt = group[0][0]
@@ -310,17 +313,17 @@ def samplers(versions, iteration, args):
     return [share for share in shares if share[2]]
 
 
-def load_data(args, tokenizer, sampled):
+def load_data(args, tokenizer, samples):
     """Load (prompts, held-out prompts, offline pairs, held-out pairs); training never sees a held-out prompt.
 
-    sampled: whether responses are sampled at all, in training or in evaluations."""
+    samples: whether responses are sampled at all, in training or in evaluations."""
     prompts, held_out = [], []
-    if sampled:
+    if samples:
         prompts, held_out = prompt_sets.train_and_held_out(args, tokenizer)
     elif args.eval_dataset:  # not answered, but pairs with these prompts are not trained on
         held_out = prompt_sets.load_prompts(args.eval_dataset, "test", tokenizer, args.max_length)
     offline, held_out_pairs = comparisons.load_offline(args, tokenizer, held_out)
-    if sampled:
+    if samples:
         prompts = splits.without_prompts_of(prompts, held_out_pairs, args.dataset)
     return prompts, held_out, offline, held_out_pairs
 
@@ -343,7 +346,7 @@ def why_none(dropped, iteration) -> str:
 def new_pairs_of(pool, prompts, iteration, args):
     """Pair the pool's responses of one iteration to its prompts (best_against_worst)."""
     rows = candidates(pool.rows, prompts, iteration)
-    return best_against_worst(pairs_of(rows, prompts), [row["score"] for row in rows], iteration, args)
+    return best_against_worst(responses_of(rows, prompts), [row["score"] for row in rows], iteration, args)
 
 
 PLOTS = [
@@ -377,18 +380,18 @@ def main(args: Args):
     # data: prompts to sample for, held-out prompts, and optionally given pairs
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
     reference = args.model if args.reference in ("sft", "last") else args.reference
-    sampled = bool(args.iterations or args.eval_prompts)
-    pretrained.check_policy(args.model, tokenizer, args, sampled)
+    samples = bool(args.iterations or args.eval_prompts)
+    pretrained.check_policy(args.model, tokenizer, args, samples)
     pretrained.check_policy(reference, tokenizer, args, sampled=False)
     if args.enhancer not in (None, "previous"):
-        pretrained.check_policy(args.enhancer, tokenizer, args, sampled)
-    prompts, held_out, offline, held_out_pairs = load_data(args, tokenizer, sampled)
+        pretrained.check_policy(args.enhancer, tokenizer, args, samples)
+    prompts, held_out, offline, held_out_pairs = load_data(args, tokenizer, samples)
     pool_rows = rows_of(run)  # not empty if the run is resumed
     prompts_of = prompt_sets.deal_prompts(prompts, args, pool_rows)  # {iteration: its prompts}
 
     # models, sharded over ranks: the oracle stays in memory, policies and reference are loaded when needed
     scorer = None
-    if sampled:
+    if samples:
         scorer = scorers.load_scorer(args.scorer, tokenizer, run.device, args.max_length, pairwise=True)
         scorers.check_prompts(scorer, [*prompts, *held_out])
     versions = Versions(run, tokenizer, args.model)
@@ -491,28 +494,27 @@ RECIPES = {
             model="RLHFlow/LLaMA3-SFT",  # the authors' SFT model
             scorer="sfairXC/FsfairX-LLaMA3-RM-v0.1",  # the authors' Bradley-Terry reward model
             dataset="RLHFlow/prompt-collection-v0.1",  # the paper uses 60K of it and does not say which
-            prompts_per_iteration=20_000,  # section 3.3, like all below
+            prompts_per_iteration=20_000,  # section 3.3, like the next five
             max_new_tokens=2048,
-            slots=None,
             beta=0.1,
             epochs=2.0,
             lr=5e-7,
             batch_size=128,
+            max_length=4096,  # not given
+            eval_prompts=500,  # ours, like all below
+            slots=None,
             micro_batch_size=2,
             score_batch_size=8,
-            max_length=4096,  # not given
-            eval_prompts=500,  # ours
             gradient_checkpointing=True,
         ),
     ),
     "zephyr": (
         "offline DPO on UltraFeedback, the alignment handbook's recipe for Zephyr-7B",
         Args(
-            model="alignment-handbook/zephyr-7b-sft-full",  # recipes/zephyr-7b-beta/dpo, like all below
+            model="alignment-handbook/zephyr-7b-sft-full",  # recipes/zephyr-7b-beta/dpo, unless noted
             offline_data="HuggingFaceH4/ultrafeedback_binarized[train_prefs]",
             dataset="HuggingFaceH4/ultrafeedback_binarized[test_prefs]",  # only prompts for the evaluation
             iterations=0,
-            max_new_tokens=512,  # ours, for the evaluation
             beta=0.01,
             epochs=1.0,
             lr=5e-7,
@@ -520,8 +522,9 @@ RECIPES = {
             batch_size=128,  # 8 GPUs x 8 pairs x 2 accumulation steps
             micro_batch_size=8,
             max_length=1024,
-            eval_prompts=0,  # ours: no scorer is needed
             gradient_checkpointing=True,
+            max_new_tokens=512,  # ours, for the evaluation
+            eval_prompts=0,  # ours: no scorer is needed
         ),
     ),
     "rlhf_workflow_offline": (

@@ -210,11 +210,12 @@ class Agent:
 
 @dataclass
 class Rollout:
-    """B responses and everything computed from them, the same on every rank.
+    """B responses and everything computed from them, on the CPU, the same on every rank.
 
-    Per-token tensors are (B, R), where R is the longest response, and 0 where `mask` is False."""
+    Per-token tensors are (B, R), where R is the longest response, and 0 where `mask` is False. (The sampler's
+    own Rollout has only tokens and their log probabilities.)"""
 
-    pairs: list[tuple[responses.Prompt, responses.Response]]  # one per response; not preference pairs
+    sampled: list[tuple[responses.Prompt, responses.Response]]  # one per response
     documents: list[Document]  # prompt and response as ids; `number` is the row in the tensors below
     mask: torch.Tensor  # (B, R) bool
     finished: torch.Tensor  # (B,) bool, True if the response ended with an end-of-sequence token
@@ -269,7 +270,7 @@ def minibatches_of(n_responses, iteration, args):
 
 
 def sampler_weights(rollout, args):
-    """Return importance weights (B, R) that correct for the sampler's distribution, or 1 if they are off."""
+    """Return importance weights (B, R) that correct for the sampler's distribution; 1.0 if they are off."""
     if not args.importance_cap:
         return 1.0
     old = rollout.old_logprobs
@@ -363,7 +364,7 @@ def metrics_of(rollout, steps):
         "reward/deviation": rollout.scores.std(correction=0).item(),
         "reward/normalised": rollout.response_rewards.mean().item(),
         "rollout/finished": rollout.finished.float().mean().item(),
-        "rollout/length": sum(len(response.ids) for _, response in rollout.pairs) / len(rollout.pairs),
+        "rollout/length": sum(len(response.ids) for _, response in rollout.sampled) / len(rollout.sampled),
         "loss/value": total["value/loss_sum"] / n,
         "value/clipped": total["value/n_clipped"] / n,
         "value/explained_variance": 1 - (errors.var(correction=0) / returns.var(correction=0)).item(),
@@ -400,7 +401,7 @@ def run_iteration(
     """Run one iteration: sample, score, estimate, update. Every rank must call it.
 
     prompts: list of responses.Prompt, the same on every rank.
-    score: function of [(prompt, response)] that returns (B,) fp32 scores, the same on every rank.
+    score: function of [(prompt, response)] that returns (B,) fp32 scores on the CPU, the same on every rank.
     state: from fresh_state; updated in place.
     iteration: 1, 2, ...; with args.seed it determines the random draws.
     extra_of: function of the policy's step number that returns {"ptx" or "rehearsal": documents} for the
@@ -411,11 +412,11 @@ def run_iteration(
     # 1. sample: n responses to each prompt. Ranks sample different prompts, then exchange the responses
     seed = dist.seed_of(args.seed, "rollout", iteration)
     options = {"n": args.n_samples, "temperature": args.temperature, "top_p": args.top_p}
-    pairs = responses.answers(agent.policy, agent.tokenizer, prompts, args, seed, **options)
-    documents = responses.documents(pairs)
-    finished = torch.tensor([response.finished for _, response in pairs])
-    rollout = Rollout(pairs, documents, response_mask(documents), finished)
-    drawn = torch.tensor([x for _, response in pairs for x in response.logprobs])
+    sampled = responses.answers(agent.policy, agent.tokenizer, prompts, args, seed, **options)
+    documents = responses.documents(sampled)
+    finished = torch.tensor([response.finished for _, response in sampled])
+    rollout = Rollout(sampled, documents, response_mask(documents), finished)
+    drawn = torch.tensor([x for _, response in sampled for x in response.logprobs])
     rollout.sample_logprobs = torch.zeros(rollout.mask.shape).masked_scatter(rollout.mask, drawn)
     if not finished.any() and args.missing_eos_penalty:
         why = f"iteration {iteration}: no response ended within {args.max_new_tokens} tokens: raise "
@@ -424,14 +425,14 @@ def run_iteration(
     lap("rollout")
 
     # 2. score: one number per response, normalised; responses that did not end get a penalty
-    rollout.scores = score(pairs)
+    rollout.scores = score(sampled)
     normalised = normalise(rollout.scores, state["score_statistics"], args.reward_norm)
     rollout.response_rewards = normalised - args.missing_eos_penalty * (~finished).float()
     lap("score")
 
     # 3. estimate: log pi_old, log pi_0 and V of each response token, then KL penalty, GAE and whitening. The
     # forwards use the same micro-batches as the first epoch, so that its first ratio is exactly 1
-    minibatches = minibatches_of(len(pairs), iteration, args)
+    minibatches = minibatches_of(len(sampled), iteration, args)
     first_epoch = [blocks_of(documents, minibatch, args) for minibatch in minibatches[0]]
     per_token = partial(models.per_token, plan=first_epoch, micro_batch_size=args.micro_batch_size)
     logprobs = partial(models.logprobs, temperature=args.temperature)
@@ -464,8 +465,6 @@ def check(args):
     size = args.prompts_per_iteration * args.n_samples  # responses of a rollout
     divides = args.minibatch_size >= 1 and size % args.minibatch_size == 0
     divisor = f"a divisor of a rollout's {size} responses: try {math.gcd(size, args.minibatch_size)}"
-    before_last = (args.iterations - 1) * args.epochs * size // max(1, args.minibatch_size)  # optimiser steps
-    moves = f"at most the {before_last} steps before the last of --iterations {args.iterations}: the policy"
     cli.check_flags(
         args,
         ("iterations", args.iterations >= 1, "1 or more"),
@@ -474,10 +473,26 @@ def check(args):
         ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
         ("minibatch_size", divides, divisor),
         ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
-        ("patience", not args.patience or (args.eval_every and args.eval_prompts), "0 without evaluations"),
         ("ptx_coef", args.ptx_coef == 0 or args.ptx_dataset, "0 without --ptx-dataset"),
         ("importance_cap", not args.importance_cap or args.importance_cap >= 1, "0, or 1 or more"),
         ("hold_out_rehearsed", args.rehearsal_data or not args.hold_out_rehearsed, "also --rehearsal-data"),
+    )
+
+
+def n_steps(prompts, iterations, args) -> int:
+    """Count the optimiser steps of this number of iterations."""
+    size = min(args.prompts_per_iteration, len(prompts)) * args.n_samples
+    return iterations * args.epochs * math.ceil(size / args.minibatch_size)
+
+
+def check_data(prompts, held_out, args):
+    """Check the flags that depend on the data."""
+    evaluates = args.eval_every and args.eval_prompts and held_out
+    before_last = n_steps(prompts, args.iterations - 1, args)
+    moves = f"at most the {before_last} steps before the last of --iterations {args.iterations}: the policy"
+    cli.check_flags(
+        args,
+        ("patience", not args.patience or evaluates, "0 without --eval-every and held-out prompts"),
         ("value_warmup_steps", args.value_warmup_steps <= before_last, f"{moves} would never move"),
     )
 
@@ -485,10 +500,9 @@ def check(args):
 def plan_of(prompts, args) -> str:
     """Describe how many prompts, responses and steps the run will take, for its first lines."""
     n_prompts = min(args.prompts_per_iteration, len(prompts))
-    steps = args.iterations * args.epochs * n_prompts * args.n_samples // args.minibatch_size
     plan = f"{args.iterations} iterations of {n_prompts} prompts, {args.n_samples} responses each "
     plan += f"({args.iterations * n_prompts / len(prompts):.2g} passes over {len(prompts):,} prompts); "
-    plan += f"{steps:,} optimiser steps"
+    plan += f"{n_steps(prompts, args.iterations, args):,} optimiser steps"
     if args.value_warmup_steps:
         plan += f", the first {args.value_warmup_steps} or more only for the value model"
     return plan
@@ -539,16 +553,18 @@ def main(args: Args):
     extra_data, held_out_text = auxiliary.load_extra(args, tokenizer, held_out)
     if args.hold_out_rehearsed:
         prompts = splits.without_prompts_of(prompts, extra_data["rehearsal"], args.dataset)
+    check_data(prompts, held_out, args)
 
     # models: policy and value model learn. The value model starts as a copy of the scorer if that is possible
     scorer = safety.load_gated(args, tokenizer, run.device)
     for each in (scorer.scorer, scorer.safety):
         scorers.check_prompts(each, [*prompts, *held_out])
     policy = load_policy(args, tokenizer, run.device)
-    reference = lora.FrozenBase(policy)
-    if not is_lora_on_reference(args):
+    if is_lora_on_reference(args):
+        reference = lora.FrozenBase(policy)
+    else:
         reference = pretrained.load_frozen(args.reference or args.model, tokenizer, args, run.device)
-    value = scorers.load_value_model(scorer, tokenizer, prompts, args, run.device)
+    value = scorers.load_value_model(scorer, policy, tokenizer, prompts, args, run.device)
     checks.fit_rows(args, (policy, reference, value))
     if args.importance_cap is None:
         args.importance_cap = 0.0 if policy.compute_dtype == torch.float32 else 2.0
@@ -565,7 +581,7 @@ def main(args: Args):
     run.log_before(evaluate, policy, keep_samples=True)
     evaluate.first = state.get("samples", [])  # later responses are compared with these (win rate)
     best, only_policy = run.folder / "best", {"policy": modules["policy"]}
-    if args.patience and "best_version" not in state:  # the first policy is the best one so far
+    if args.patience and "best_version" not in state:  # the best policy so far is the current one
         score = -math.inf if state["step"] else state["before"].get("eval/score", 0.0)
         state["best_version"] = {"score": score, "evaluations_since": 0, "iteration": state["step"]}
         checkpoints.save_checkpoint(best, state["step"], only_policy, {})
@@ -580,12 +596,12 @@ def main(args: Args):
                 agent, batch_prompts, scorer.score, state, iteration, args, extra_of, run.lap
             )
         except NothingToLearn as error:
-            run.log(run.skip(str(error)), state["optimizer_steps"], iteration)
-            continue
-        state["skipped"] = 0  # iterations skipped in a row; run.skip gives up at five
-        samples = evaluation.describe_samples(rollout.pairs, args.dataset)
-        row.update({**scorer.metrics, **measures.means(samples, {"reward/gold": "gold"})})
-        row["perf/tokens_per_s"] = rollout.mask.sum().item() / run.seconds()
+            row = run.skip(str(error))
+        else:
+            state["skipped"] = 0  # iterations skipped in a row; run.skip gives up at five
+            samples = evaluation.describe_samples(rollout.sampled, args.dataset)
+            row.update({**scorer.metrics, **measures.means(samples, {"reward/gold": "gold"})})
+            row["perf/tokens_per_s"] = rollout.mask.sum().item() / run.seconds()
         if run.due(args.eval_every) or (args.patience and iteration == args.iterations):
             row.update(evaluate(policy))
         if args.patience and "eval/score" in row:
@@ -611,7 +627,7 @@ def main(args: Args):
     )  # fmt: skip
 
 
-LARGE = Args(  # values that no paper gives, for 7B
+LARGE = Args(  # for 7B; kl_coef and value_lr are Qwen's (section 3.2.2), the rest is ours
     model="Qwen/Qwen2.5-7B-Instruct", dataset="Anthropic/hh-rlhf",  # the papers' own are not public
     iterations=200, prompts_per_iteration=256, n_samples=1, minibatch_size=64, epochs=1, kl_coef=0.04,
     value_lr=5e-6, value_warmup_steps=0, missing_eos_penalty=0.0, max_length=2048, max_new_tokens=1024,
@@ -649,7 +665,7 @@ RECIPES = {
     "qwen": (
         "Qwen's PPO; --ptx-dataset FILE --ptx-coef for its pretrained gradient, whose weight is not given",
         replace(
-            LARGE, n_samples=2, top_p=0.9, reward_norm="mean", kl_coef=0.04,  # section 3.2.2, like all
+            LARGE, n_samples=2, top_p=0.9, reward_norm="mean", kl_coef=0.04,  # section 3.2.2, like the rest
             lr=1e-6, value_lr=5e-6, clip_value=0.15, value_warmup_steps=50,
         ),
     ),

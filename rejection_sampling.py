@@ -22,6 +22,7 @@ its optimiser and its step; the rest of what --resume needs is in pool.jsonl and
     python rejection_sampling.py                             the tiny world, about a minute on two CPU cores
     python rejection_sampling.py rest                        thresholds instead of the best
     python rejection_sampling.py --policy runs/ppo --pool runs/rejection_sampling/pool.jsonl --output-dir B
+                                                             PPO's policy and an earlier pool
     python rejection_sampling.py --model SMALL --pool runs/rejection_sampling/pool.jsonl --n-samples 0 \\
         --iterations 1 --output-dir C                        distillation: a small model learns from a pool
     torchrun --nproc-per-node 8 rejection_sampling.py llama2 --model DIR --scorer runs/reward
@@ -44,7 +45,7 @@ from common.data import demonstrations, prompt_sets
 from common.loading import checks, pretrained
 from common.scoring import functions, scorers, version_evaluation
 from common.run import cli, plots
-from common.run.pool import Pool, candidates, load_pool, pairs_of, rows_of, selection_metrics
+from common.run.pool import Pool, candidates, load_pool, responses_of, rows_of, selection_metrics
 from common.run.run import Run, launch
 from common.run.versions import Versions
 
@@ -151,7 +152,7 @@ class Args:
     """Replace an existing run in output_dir, including its pool."""
 
 
-def select(pairs, scores, threshold=None):
+def select(sampled, scores, threshold=None):
     """Select the best response to each prompt, or with a threshold (ReST) every response that reaches it.
 
     Responses that did not end, have no words or contain a special token are never selected; of equal
@@ -159,16 +160,16 @@ def select(pairs, scores, threshold=None):
     in the pool: its best response is as bad as its worst. (With scores of 0 and 1, its best would be a wrong
     answer.)
 
-    pairs: [(prompt, response)]. scores: one number for each.
-    Returns (indices into `pairs`, number of prompts left out)."""
+    sampled: [(prompt, response)]. scores: one number for each.
+    Returns (indices into `sampled`, number of prompts left out)."""
     groups, chosen, n_left_out = {}, [], 0
-    for i, (prompt, _) in enumerate(pairs):
+    for i, (prompt, _) in enumerate(sampled):
         groups.setdefault(prompt.key, []).append(i)
     lowest = min(scores, default=0.0)
     for group in groups.values():
         usable = {}  # text -> index
         for i in group:
-            response = pairs[i][1]
+            response = sampled[i][1]
             if response.finished and response.clean and response.text.strip():
                 usable.setdefault(response.text.strip(), i)
         if threshold is not None:
@@ -251,12 +252,15 @@ def plan_of(n_prompts, prompts, args) -> str:
     return plan + f"responses each; fine-tuning for {args.epochs:g} epochs on those selected"
 
 
-def why_none(pairs, scores, iteration, threshold, args) -> str:
+def why_none(sampled, scores, iteration, threshold, args) -> str:
     """Explain why `select` selected no response."""
-    usable, _ = select(pairs, scores, -math.inf)
+    usable, _ = select(sampled, scores, -math.inf)
     ranked = sorted(scores[i] for i in usable)
     if not ranked:
-        return f"iteration {iteration}: no response ended within --max-new-tokens {args.max_new_tokens}"
+        why = f"no response ended within --max-new-tokens {args.max_new_tokens}"
+        if any(response.finished for _, response in sampled):
+            why = "all responses that ended are empty or have a special token"
+        return f"iteration {iteration}: {why}"
     if threshold is None:
         same = f"every response has the score {ranked[0]:g}"
         return f"iteration {iteration}: {same}, so none is better than the others"
@@ -271,7 +275,7 @@ def stages_of(selected, sft_documents, iteration, args):
 
     selected: for each stage a list of (prompt, response); their token ids are kept as sampled."""
     generator = torch.Generator().manual_seed(dist.seed_of(args.seed, "also", iteration))
-    stages = [responses.documents(pairs) for pairs in selected]
+    stages = [responses.documents(chosen) for chosen in selected]
     for documents in stages:
         order = torch.randperm(len(sft_documents), generator=generator).tolist()
         documents.extend(sft_documents[i] for i in order[: len(documents)])
@@ -318,7 +322,8 @@ def main(args: Args):
     run.begin(plan=plan_of(n_prompts, prompts, args), held_out=versions.evaluate.fingerprint)
     pool = Pool(run, pool_rows)
     newest = max((row["iteration"] for row in pool.rows), default=0)
-    if not args.n_samples:  # no sampling: select from the pool's last iteration again
+    # Iterations are counted on from the pool's. Without sampling, the pool's last one is selected from again
+    if not args.n_samples:
         newest = max(0, newest - 1)
     versions.begin(newest)
 
@@ -338,9 +343,10 @@ def main(args: Args):
 
         # 3. select the best response to each prompt, or with thresholds (ReST) all that reach each of them
         rows = candidates(pool.rows, prompts, None if args.candidates == "all" else iteration)
-        pairs, scores = pairs_of(rows, prompts), [row["score"] for row in rows]
+        sampled = responses_of(rows, prompts)
+        scores = [row["score"] for row in rows]
         thresholds = args.threshold or [None]
-        selections = [select(pairs, scores, threshold) for threshold in thresholds]
+        selections = [select(sampled, scores, threshold) for threshold in thresholds]
         places, n_left_out = selections[0]
         row = {**pool.parts, **selection_metrics(pool.rows, [rows[i] for i in places], iteration)}
         if not args.threshold:
@@ -349,9 +355,9 @@ def main(args: Args):
             why = "all responses have the lowest score of the pool"
             print(f"iteration {iteration}: {n_left_out} prompts left out, {why}")
         # thresholds rise, so the highest may select nothing
-        selected = [[pairs[i] for i in places] for places, _ in selections if places]
+        selected = [[sampled[i] for i in places] for places, _ in selections if places]
         if len(selected) < len(thresholds):
-            why = why_none(pairs, scores, iteration, thresholds[len(selected)], args)
+            why = why_none(sampled, scores, iteration, thresholds[len(selected)], args)
             if not selected:  # nothing to learn: the next version equals this one
                 row.update(versions.skip(why))
             elif dist.is_main():
@@ -425,15 +431,15 @@ RECIPES = {
             temperatures=(0.8, 1.0, 1.2, 1.3),  # figure 8: 1.2 to 1.3 is best after RLHF
             sweep_prompts=256,  # not given
             max_new_tokens=1024,  # not given
-            slots=None,
-            epochs=2.0,  # section 3.1 (SFT), like all below
+            epochs=2.0,  # section 3.1 (SFT), like the next four
             lr=2e-5,
-            warmup_ratio=0.03,  # not given
             weight_decay=0.1,
             batch_size=64,
+            max_length=4096,
+            warmup_ratio=0.03,  # not given
+            slots=None,  # ours, like all below
             micro_batch_size=1,
             score_batch_size=8,
-            max_length=4096,
             save_every=200,
             gradient_checkpointing=True,
         ),

@@ -154,15 +154,15 @@ def comparison_loss(scores, batch, n, sums):
     return loss
 
 
-def update(model, optimizer, batch, args):
-    """Take one optimiser step on a batch of comparisons.
+def update(model, optimizer, comparisons, args):
+    """Take one optimiser step on a list of comparisons (batches.Comparison).
 
     Every rank has all comparisons and computes its share.
     Returns (loss, share of pairs ranked as labelled, gradient norm)."""
     sums = dist.Sums()
-    for micro_batch in my_comparison_batches(batch, model, args.micro_batch_size, args.share_prompt):
-        scores = models.scores_of(model, micro_batch)  # (responses,)
-        loss = comparison_loss(scores, micro_batch, len(batch), sums)
+    for batch in my_comparison_batches(comparisons, model, args.micro_batch_size, args.share_prompt):
+        scores = models.scores_of(model, batch)  # (responses,)
+        loss = comparison_loss(scores, batch, len(comparisons), sums)
         dist.backward(loss)
         sums.add({"loss": loss})
     totals = sums.over_ranks()

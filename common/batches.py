@@ -18,8 +18,6 @@ import torch
 from common import dist
 from common.sampler import to_device
 
-RATINGS = ("significantly better", "better", "slightly better", "negligibly better")  # Llama 2's four levels
-
 
 class Row(NamedTuple):
     """A row of a data set, with its origin."""
@@ -36,7 +34,7 @@ class Document(NamedTuple):
     response_mask: torch.Tensor  # (T,) bool, True for response tokens, including the end-of-sequence token
     messages: list[dict]
     row: Row
-    number: int = 0  # index among the responses of a rollout
+    number: int = 0  # index among the responses of a rollout or of a batch of comparisons
     all_turns: bool = False  # True if all assistant turns are learnt, False if only the last one is
     shared: int = 0  # number of its first tokens that its row holds already (a shared prompt)
 
@@ -72,15 +70,6 @@ def held_out_keys(prompts) -> dict[tuple, int]:
         texts = (unicodedata.normalize("NFKC", m["content"]).casefold().split() for m in turns)
         questions[tuple(map(" ".join, texts))] = zlib.crc32(turns_key(turns).encode())
     return questions
-
-
-def random_subset(items, n, name=lambda item: item.key):
-    """Choose a deterministic random subset of n items, kept in their original order.
-
-    Items are chosen by a hash of their name, so a mixture or a sorted file is sampled evenly.
-    items: prompts, comparisons, rows, or anything that `name` turns into a string."""
-    chosen = sorted(range(len(items)), key=lambda i: zlib.crc32(name(items[i]).encode()))[:n]
-    return [items[i] for i in sorted(chosen)]
 
 
 def printable(value) -> str | None:
@@ -179,14 +168,16 @@ def make_blocks(documents, max_length, packing=True, multiple=0, share_prompt=Fa
     if not packing:
         return [[document] for document in documents]
     trees = []
+    last_prompt = None
     for document in documents if share_prompt else ():
-        n_prompt = len(document.ids) - n_response_tokens([[document]])
+        prompt = document.ids[: len(document.ids) - n_response_tokens([[document]])]
         tree = trees[-1] if trees else []
-        follows = tree and tree[-1].number < document.number and tree[-1].messages is document.messages
-        if follows and n_tokens([*tree, document]) - n_prompt <= max_length:
-            tree.append(document._replace(shared=n_prompt))
+        follows = tree and tree[-1].number < document.number and torch.equal(prompt, last_prompt)
+        if follows and n_tokens([*tree, document]) - len(prompt) <= max_length:
+            tree.append(document._replace(shared=len(prompt)))
         else:
             trees.append([document])
+        last_prompt = prompt
     if not trees or len(trees) < multiple:  # share none: a tree needs one row, so some ranks would have none
         trees = [[document] for document in documents]
     lengths = list(map(n_tokens, trees))
@@ -203,7 +194,7 @@ class Batch(NamedTuple):
     """Rows of packed documents, on the model's device. A batch of comparisons has a document per response."""
 
     input_ids: torch.Tensor  # (B, T)
-    position_ids: torch.Tensor  # (B, T), 0 at the first token of each document
+    position_ids: torch.Tensor  # (B, T), 0 at the first token of a document; they go on after a shared prompt
     action_mask: torch.Tensor  # (B, T-1), True where token t+1 is a response token
     token_indices: torch.Tensor  # (2, n), row and column of each True in action_mask
     sources: torch.Tensor  # the same, unless a prompt is shared: (2, n), the token before each response token
@@ -285,7 +276,7 @@ class Comparison(NamedTuple):
     ranks: torch.Tensor  # (K,), 0 is the best; a difference below 1 is a tie
     source: str  # data set, for metrics and tables
     row: Row
-    rating: str | None = None  # one of RATINGS
+    rating: str | None = None  # one of comparisons.RATINGS
     margin: float | None = None  # Llama 2's margin m as given in the row
     margins: torch.Tensor | None = None  # (K, K), the margin between each two responses in the loss
     label_scores: list[float] | None = None  # K scores that the ranks were made from
@@ -293,7 +284,8 @@ class Comparison(NamedTuple):
     category: str | None = None
     indices: tuple = (0, 1)  # positions of these responses in the row
     samples: tuple = ()  # further responses without labels, ids as in response_ids
-    ratios: torch.Tensor | None = None  # (K + samples, k), for the advantage model's eq. 8
+    # (K + samples, k), ratios to k other policies. advantage_model.py's eq. 8 needs them: (K, 0) for none
+    ratios: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None  # (K,), nats, log pi_0(y | x), for DPO
 
     @property

@@ -7,9 +7,11 @@ use torch.where, so masked values have no effect, even if they are NaN. Function
 
 A loss returns (loss, metrics). It is divided by n_tokens or n_rows: the number of response tokens or pairs in
 the whole optimiser step, over all micro-batches and ranks. Gradients of micro-batches then add up to the
-gradient of one big batch. With None the loss counts this batch only. Metrics are detached sums over this
-batch, including its own n_tokens or n_rows (ratio_max is a maximum). FSDP averages gradients over ranks;
-dist.backward makes up for it, so no loss here multiplies by the number of ranks.
+gradient of one big batch. With None the loss counts this batch only, as ranking_loss always does. Metrics are
+detached sums over this batch, including its own n_tokens or n_rows (ratio_max is a maximum). FSDP averages
+gradients over ranks; dist.backward makes up for it, so no loss here multiplies by the number of ranks.
+
+Log probabilities of sampled tokens are those at the sampling temperature: of logits divided by it.
 
 Every function raises ValueError if shapes differ. A loss raises it for an empty batch too, unless it is given
 a count; then the loss of an empty batch is 0.

@@ -1,6 +1,7 @@
 """Compute log probabilities, values and scores with a loaded model, never holding logits (B, T, V) in memory.
 
 common/loading/pretrained.py loads models; common/loading/checks.py checks that they do what is needed here.
+Importing this file makes transformers' own SDPA masks additive in the whole process; results stay the same.
 
 The functions for log probabilities (nats):
     logprobs             each response token of a Batch, (B, T-1): SFT, rejection sampling, PPO
@@ -8,7 +9,6 @@ The functions for log probabilities (nats):
     per_token            log probabilities or values of a whole rollout, (B, R), on every rank, no gradient
     response_logprobs    each response of a batch of comparisons, (n_responses,), prompts shared: DPO
     next_token_logprobs  the whole vocabulary after selected tokens, (n, V): an AI annotator's A or B
-    nll_of_each          negative log likelihood of each document, per response token: evaluation
 """
 
 import types
@@ -228,25 +228,6 @@ def next_token_logprobs(model, input_ids, token_indices, before=()):
     return _scaled(logits, model.config.get_text_config()).log_softmax(-1)
 
 
-@torch.no_grad()
-def nll_of_each(model, blocks, micro_batch_size) -> list[float]:
-    """Compute the negative log likelihood of each document, scaled to nats per response token.
-
-    A document's sum is divided by the average number of response tokens, so the mean over documents equals
-    the mean over all response tokens.
-    blocks: from batches.make_blocks. Every rank must call this and gets the same list, in blocks' order.
-    """
-    documents = [document for block in blocks for document in block]
-    sums = []
-    place = {id(document): i for i, document in enumerate(documents)}
-    for batch in batches.my_micro_batches(blocks, model, micro_batch_size):
-        of_tokens = logprobs(model, batch)[tuple(batch.token_indices)].float().cpu().double()
-        of_documents = [-x.sum().item() for x in of_tokens.split(batches.response_sizes(batch.documents))]
-        sums += zip([place[id(document)] for document in batch.documents], of_documents)
-    scale = len(documents) / batches.n_response_tokens(blocks)
-    return [nll * scale for _, nll in sorted(dist.gather(sums))]
-
-
 def _computing(model, input_ids):
     """Return the context of a forward: autocast to the model's compute dtype (dist.compute_dtype_of).
 
@@ -286,7 +267,7 @@ def head_outputs(model, input_ids, token_indices, position_ids=None, attention_m
     """Compute the outputs of a reward, value or advantage model's head at selected tokens.
 
     Call it as a method, `model.head_outputs(...)`, which gathers sharded weights. The head computes in fp32
-    even if the body does not, because rounded scores would tie.
+    even if the body does not, because rounded scores would tie; its own weights must be fp32.
 
     input_ids: (B, T), right-padded. token_indices: (2, n), row and column of the tokens to read.
     position_ids, attention_mask: (B, T) and (B, 1, T, T) bool, True if a query may attend. Both: rows whose
@@ -313,7 +294,8 @@ def scores_of(model, batch):
     """Compute the score of each response of a batch of comparisons, (responses,).
 
     A reward model gives r(x, y), an advantage model a(x, y) (arXiv:2309.10202, eq. 8). Ratios to other
-    policies are unknown here and taken as 1."""
+    policies are unknown here and taken as 1. An advantage model's config.advantage_model holds N and K of
+    eq. 8: {"n_policies": N, "n_others": K}."""
     if model.config.num_labels == 1:
         ends = batch.response_ends
         return model.head_outputs(batch.input_ids, ends, batch.position_ids, batch.attention_mask)[:, 0]

@@ -50,6 +50,8 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
     """Sample n responses to each prompt on this rank only; those to one prompt are next to each other.
 
     prompts: token ids. options: keyword arguments of sampler.sample.
+    A response ends at the tokenizer's end-of-sequence token, or at one of the generation config's if that has
+    a list of them (chat models often end turns and texts with different tokens).
     Raises InputError if the model cannot be sampled."""
     if not prompts:
         return []
@@ -76,7 +78,7 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
     return responses
 
 
-def sample_pairs(model, tokenizer, prompts, *, n=1, seed=0, **options) -> list[tuple[Prompt, Response]]:
+def sample_responses(model, tokenizer, prompts, *, n=1, seed=0, **options) -> list[tuple[Prompt, Response]]:
     """Sample n responses to each prompt and return [(prompt, response)], the same list on every rank.
 
     Every rank must call it. Weights are gathered once and freed afterwards (dist.consolidated). Ranks divide
@@ -99,15 +101,15 @@ def sample_pairs(model, tokenizer, prompts, *, n=1, seed=0, **options) -> list[t
 
 
 def answers(policy, tokenizer, prompts, args, seed, **options) -> list[tuple[Prompt, Response]]:
-    """Call sample_pairs with the flags --max-new-tokens and --slots of a script."""
+    """Call sample_responses with the flags --max-new-tokens and --slots of a script."""
     limits = {"max_new_tokens": args.max_new_tokens, "slots": args.slots}
-    return sample_pairs(policy, tokenizer, prompts, seed=seed, **limits, **options)
+    return sample_responses(policy, tokenizer, prompts, seed=seed, **limits, **options)
 
 
-def documents(pairs) -> list[Document]:
+def documents(sampled) -> list[Document]:
     """Make a numbered Document of each (prompt, response), with every response token as an action."""
     made = []
-    for number, (prompt, response) in enumerate(pairs):
+    for number, (prompt, response) in enumerate(sampled):
         ids = torch.tensor(prompt.ids + response.ids, dtype=torch.int32)
         mask = torch.arange(len(ids)) >= len(prompt.ids)
         made.append(Document(ids, mask, prompt.turns, prompt.row, number))

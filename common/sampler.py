@@ -1,10 +1,10 @@
 """Sample from a transformers causal LM with a key-value cache whose rows differ in length.
 
-Works with every model that generates in left-padded batches: full attention, sliding windows, attention
-sinks, ALiBi, and convolutions or recurrences between attention layers. Needs only torch and transformers 5.21
-or newer, so the file can be copied anywhere. `sample` draws responses; `join` puts prompts and responses
-together as rows for a loss. To chat with a model in a terminal (needs tyro): python -m common.sampler --model
-DIR
+Works with almost every model that generates in left-padded batches: full attention, sliding windows,
+attention sinks, ALiBi, and convolutions or recurrences between attention layers. Others are refused at their
+first use. Needs only torch, numpy, tqdm and transformers 5.21 or newer, so the file can be copied anywhere.
+`sample` draws responses; `join` puts prompts and responses together as rows for a loss. To chat with a model
+in a terminal (needs tyro): python sampler.py --model DIR (here: python -m common.sampler --model DIR)
 
 A fixed number of slots decodes together. Each slot holds one response at its own length, so no row waits for
 a longer one, and when a response ends, the next takes over its slot at once. The n responses to a prompt
@@ -279,7 +279,7 @@ def join(prompts, rollout, pad_id=0):
     input_ids: (B, T) int64, right-padded with pad_id. attention_mask: (B, T) int64, 0 for padding.
     action_mask: (B, T-1) bool, True at t if token t+1 is a response token; the stop id is one.
     To lay out per-token values (B, R) of the rollout, such as sample_logprobs, like action_mask:
-    torch.zeros(action_mask.shape).masked_scatter(action_mask, values[rollout.sample_mask])."""
+    values.new_zeros(action_mask.shape).masked_scatter(action_mask, values[rollout.sample_mask])."""
     index = rollout.prompt_index
     prompts = token_ids(prompts)
     starts = index.new_tensor([len(prompt) for prompt in prompts])[index, None]  # (B, 1), start of responses
@@ -534,7 +534,7 @@ def _sampling(model):
     plain = [m for m in model.modules() if type(m) is torch.nn.Linear and "forward" not in vars(m)]
     large = [m for m in plain if m.bias is None and m.weight.numel() >= LARGE_MATRIX]
     large = [m for m in large if m.weight.device.type == "cpu" and m.weight.dtype == torch.float32]
-    was_training = model.training
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         for linear in large:
@@ -543,7 +543,8 @@ def _sampling(model):
     finally:
         for linear in large:
             del linear.forward
-        model.train(was_training)
+        for module in training:
+            module.training = True
 
 
 def _few_rows(linear, x):

@@ -655,7 +655,7 @@ def tensor_parallel(folder):
     out, ids, reshard = {}, torch.arange(60).view(4, 15), FSDPModule.reshard
     prompts = [responses.Prompt(prompt, [], None) for prompt in ids.tolist()]
     options = {"tokenizer": TOKENIZER, "prompts": prompts, "n": 2, "max_new_tokens": 12}
-    answers = lambda model, **more: [r.ids for _, r in responses.sample_pairs(model, **options, **more)]  # noqa: E731
+    answers = lambda model, **more: [r.ids for _, r in responses.sample_responses(model, **options, **more)]  # noqa: E731
     for kind, more in SHARED.items():
         torch.manual_seed(1)
         plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE, **more))
@@ -821,7 +821,7 @@ def rs_run(folder):
 def stopped_and_resumed(main, folder, name, first, *others):
     """A run stopped at this call of the sampler, then after calls of others, and resumed to its end. How many
     rows there were at the first stop."""
-    with stopped(responses, "sample_pairs", first):
+    with stopped(responses, "sample_responses", first):
         main(folder, name)
     sampled = len(files.read_jsonl(folder / name / "pool.jsonl"))
     for owner, function, call in others:

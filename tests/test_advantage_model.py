@@ -267,7 +267,7 @@ def test_of_more_columns_than_k_the_first_ones_count(tmp_path):
 # -- samples of the policy, and e --------------------------------------------------------
 def test_policy_samples_end_in_the_templates_end_token(tmp_path, monkeypatch):
     ended = [responses.Response([20, 3], "", True), responses.Response([20, 21], "", False)]
-    monkeypatch.setattr(responses, "sample_pairs", lambda *_, **__: [(None, r) for r in ended])
+    monkeypatch.setattr(responses, "sample_responses", lambda *_, **__: [(None, r) for r in ended])
     prompts, policy = comparisons_of(tmp_path, ROWS[:1]), pretrained.load_policy("tiny", TOKENIZER)
     [[sample]] = reward_evaluation.policy_samples(policy, prompts, TOKENIZER, 2, 9, 1)
     assert sample.tolist() == [20, TOKENIZER.eos_token_id]

@@ -19,10 +19,10 @@ from helpers import (
 from transformers import AutoModelForCausalLM
 
 from common import batches, dist, models, responses
-from common.batches import random_subset
 from common.errors import InputError
 from common.data import chat, comparisons, progress, tiny
 from common.data.files import read_jsonl
+from common.data.mixtures import random_subset
 from common.loading import pretrained
 from common.scoring import evaluation, measures, scorers
 from common.run import checkpoints, plots
@@ -537,7 +537,7 @@ def test_sampled_answers_are_the_policys_own_at_that_temperature(world):
     policy, rows = pretrained.load_frozen("tiny", TOKENIZER, args_of(), CPU), of(world, "again", 1.0)
     options = {"max_new_tokens": 6, "slots": 5, "seed": dist.seed_of(0, "evaluate", 1.0)}
     asked = [prompt(r["prompt"][-1]["content"]) for r in rows]
-    pairs = responses.sample_pairs(policy, TOKENIZER, asked, **options)
+    pairs = responses.sample_responses(policy, TOKENIZER, asked, **options)
     assert [r["response"] for r in rows] == [response.text for _, response in pairs]
 
 
@@ -994,7 +994,7 @@ def test_the_second_answer_continues_that_dialogue(two_turns, loaded):
         "alone": [row["prompt"][-1:] for row in rows],
     }.items():  # fmt: skip
         prompts = [responses.Prompt(chat.prompt_ids(TOKENIZER, turns), turns, None) for turns in dialogues]
-        pairs = responses.sample_pairs(loaded[0], TOKENIZER, prompts, **options)
+        pairs = responses.sample_responses(loaded[0], TOKENIZER, prompts, **options)
         texts[name] = [response.text for _, response in pairs]
     assert [row["response"] for row in rows] == texts["own"] != texts["alone"] and texts["own"] != texts["other"]
 

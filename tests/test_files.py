@@ -171,7 +171,7 @@ def test_a_seed_may_be_a_time_in_nanoseconds_and_small_seeds_are_unchanged(seed,
     check_flags(SimpleNamespace(seed=seed))
     seen = []
     monkeypatch.setattr(responses, "my_responses", lambda *_, seed, **__: seen.append(seed) or [])
-    responses.sample_pairs(torch.nn.Linear(1, 1), None, [], seed=seed)
+    responses.sample_responses(torch.nn.Linear(1, 1), None, [], seed=seed)
     torch.Generator().manual_seed(seen[0])
     assert seed > 1000 or seen == [seed * 1000]
 

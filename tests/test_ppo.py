@@ -201,6 +201,8 @@ def test_a_row_is_no_longer_than_max_length_where_responses_share_a_prompt():
         assert all(n_tokens(block) <= length for block in blocks)
     blocks = make_blocks(documents, 512, multiple=2, share_prompt=True)  # one tree would leave a rank without a row
     assert [[document.shared for document in block] for block in blocks] == [[0, 0], [0, 0]]
+    other = responses.documents([(REST, PAIRS[2][1]), (REST._replace(ids=REST.ids[1:]), PAIRS[3][1])])  # equal messages
+    assert all(not document.shared for block in make_blocks(other, 64, share_prompt=True) for document in block)
     same = [document._replace(number=0) for document in documents]  # rows of other losses have no number
     assert all(not document.shared for block in make_blocks(same, 64, share_prompt=True) for document in block)
 
@@ -382,7 +384,7 @@ def test_a_reward_models_safety_gate_turns_its_score_into_the_logit():
 # -- the value model ---------------------------------------------------------------------
 def value_model(loaded, prompts=(), **options):
     args = make_args(**options)
-    return scorers.load_value_model(Gated(loaded, None, args), TOKENIZER, prompts, args, CPU)
+    return scorers.load_value_model(Gated(loaded, None, args), policy(), TOKENIZER, prompts, args, CPU)
 
 
 def of_models(folder, n_outputs, n_policies=1, n_others=0):
@@ -396,11 +398,38 @@ def of_models(folder, n_outputs, n_policies=1, n_others=0):
 
 def test_the_value_model_starts_as_the_reward_model_with_its_head(tmp_path):
     model, loaded = of_models(tmp_path / "reward", 1)
-    value = value_model(loaded, scorer=str(tmp_path / "reward"))
+    value = value_model(loaded, scorer=str(tmp_path / "reward"), reward_norm="none")
     a, b = model.state_dict(), value.state_dict()
+    assert b.pop("score.bias") == 0
     assert set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
     assert value is not loaded.model and all(p.requires_grad for p in value.parameters())
     assert not any(p.requires_grad for p in loaded.model.parameters())
+
+
+@pytest.mark.parametrize("norm", ["mean_std", "whiten", "mean"])
+@pytest.mark.parametrize("n_outputs", [1, 2])
+def test_the_value_model_starts_in_the_units_of_the_normalised_rewards(tmp_path, monkeypatch, norm, n_outputs):
+    """V is the reward model, shifted and scaled so that the scores of the policy's responses have mean 0 and deviation
+    1 (`mean`: only shifted). Its offset and unit do not count. Of an advantage model only r's differences are compared."""
+    monkeypatch.setattr(responses, "answers", lambda *_, **__: PAIRS)
+    n, k = 3, 2
+    model, loaded = of_models(tmp_path / "scorer", n_outputs, n, k)
+    prompts = [p for p, _ in PAIRS]
+    value = value_model(loaded, prompts, scorer=str(tmp_path / "scorer"), score_batch_size=2, reward_norm=norm)
+    scores = torch.tensor(scorers.score(loaded, PAIRS, 2))
+    rewards, values = [], []
+    with torch.no_grad():
+        for p, r in PAIRS:
+            ids = torch.tensor([p.ids + r.ids])
+            end = torch.tensor([[0], [ids.shape[1] - 1]])
+            rewards.append(model(input_ids=ids).logits[0, 0])
+            values.append(value.head_outputs(ids, end)[0, 0])
+    rewards, values = torch.stack(rewards), torch.stack(values)
+    scale = 1.0 if n_outputs == 1 else 1 - k / n
+    unit = 1.0 if norm == "mean" else scores.std(correction=0)
+    torch.testing.assert_close(values - values.mean(), scale * (rewards - rewards.mean()) / unit, atol=1e-4, rtol=1e-4)
+    if n_outputs == 1:
+        torch.testing.assert_close(values, (rewards - scores.mean()) / unit, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("n, k, scale", [(1, 0, 1), (3, 2, 1 / 3)])
@@ -408,7 +437,7 @@ def test_a_value_model_from_an_advantage_model_starts_at_r_minus_the_mean_expect
     """As the score does, it counts 1 - K / N of it."""
     model, loaded = of_models(tmp_path / "advantage", 2, n, k)
     prompts = [p for p, _ in PAIRS]
-    value = value_model(loaded, prompts, scorer=str(tmp_path / "advantage"), score_batch_size=2)
+    value = value_model(loaded, prompts, scorer=str(tmp_path / "advantage"), score_batch_size=2, reward_norm="none")
     outputs = lambda ids: model(input_ids=torch.tensor([ids])).logits[0].tolist()  # at the last token
     with torch.no_grad():
         mean = sum(outputs(p.ids)[1] for p in prompts) / len(prompts)
@@ -1044,17 +1073,29 @@ def test_rehearsal_is_logged_and_its_prompts_can_be_excluded_from_rollouts(small
         (["--lam"], {"lam": -0.5}),
         (["--kl-coef"], {"kl_coef": -1.0}),
         (["--value-lr"], {"value_lr": -1.0}),
-        (["--patience"], {"patience": 2, "eval_every": 0}),
         (["--freeze-layers"], {"freeze_layers": -1}),
         (["--value-warmup-steps"], {"value_warmup_steps": -1}),
-        # 4 steps an iteration: the third begins after 8
-        (["--value-warmup-steps 9", "8 steps", "--iterations 3"], {"value_warmup_steps": 9, "iterations": 3}),
     ],
 )
 def test_arguments_outside_their_limits_are_named(words, options):
     with pytest.raises(InputError) as error:
         ppo.check(make_args(**options))
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_flags_that_depend_on_the_data_are_checked_with_the_prompts_that_are_there():
+    """64 prompts give 128 responses, 4 steps an iteration: the third begins after 8. 5 prompts give 2 steps."""
+    args = make_args(value_warmup_steps=8, iterations=3)
+    ppo.check_data([None] * 64, [], args)
+    assert ppo.n_steps([None] * 64, 3, args) == 12 and ppo.n_steps([None] * 5, 3, args) == 6
+    for n, steps, at_most in ((64, 9, 8), (5, 5, 4)):
+        words = f"--value-warmup-steps {steps}: expected at most the {at_most} steps .*--iterations 3.*never move"
+        with pytest.raises(InputError, match=words):
+            ppo.check_data([None] * n, [], make_args(value_warmup_steps=steps, iterations=3))
+    ppo.check_data([None] * 64, [None], make_args(patience=2, eval_every=1, eval_prompts=1))
+    for held_out, options in (([], {}), ([None], {"eval_every": 0}), ([None], {"eval_prompts": 0})):
+        with pytest.raises(InputError, match="--patience 2: expected 0 without --eval-every and held-out"):
+            ppo.check_data([None] * 64, held_out, make_args(**{"patience": 2, "eval_every": 1, **options}))
 
 
 @pytest.mark.parametrize(
@@ -1077,7 +1118,7 @@ def test_bad_input_ends_with_one_line(small, tmp_path, options, words):
 @pytest.fixture
 def cut(small, tmp_path, monkeypatch):
     """(the rollouts of which responses end, more options) -> a run in this process."""
-    sample = responses.sample_pairs
+    sample = responses.sample_responses
     monkeypatch.setattr(ppo, "PLOTS", [])
 
     def go(whole, **options):
@@ -1089,7 +1130,7 @@ def cut(small, tmp_path, monkeypatch):
             ended = evaluates or next(rollouts) in whole
             return pairs if ended else [(p, r._replace(finished=False)) for p, r in pairs]
 
-        monkeypatch.setattr(responses, "sample_pairs", sample_cut)
+        monkeypatch.setattr(responses, "sample_responses", sample_cut)
         ppo.main(ppo.Args(**options_of(small, tmp_path, **{**SHORT, "prompts_per_iteration": 4, **options})))
 
     return go
@@ -1112,6 +1153,13 @@ def test_a_rollout_without_a_finished_response_is_skipped_and_counted(cut, tmp_p
     skipped = [(row["iteration"], row["iterations/skipped"]) for row in rows]
     assert skipped == [(2, 1), (3, 2), (4, 3), (5, 4), (7, 1)]
     assert column(tmp_path, "step") == [0, 2, 2, 2, 2, 2, 4, 4, 6, 6]
+
+
+def test_with_patience_the_last_iteration_is_evaluated_even_if_it_is_skipped(cut, tmp_path):
+    """Or what the policy has learnt since the last evaluation could not be the best version."""
+    cut([1], iterations=2, patience=9, eval_every=9)
+    [row] = metrics_rows(tmp_path, "iterations/skipped")
+    assert row["iteration"] == 2 and "eval/score" in row
 
 
 def test_a_reward_that_needs_no_end_learns_from_unfinished_responses(small, cut, tmp_path):

@@ -235,7 +235,7 @@ def prompts(load):
 
 def sampled(policy, prompts, n, **options):
     """The responses to each prompt."""
-    pairs = responses.sample_pairs(policy, TOKENIZER, prompts, n=n, **options)
+    pairs = responses.sample_responses(policy, TOKENIZER, prompts, n=n, **options)
     assert [prompt for prompt, _ in pairs] == [prompt for prompt in prompts for _ in range(n)]
     return split([response for _, response in pairs], n)
 
@@ -271,7 +271,7 @@ def test_reward_functions_see_the_special_tokens_that_were_written(end, policy, 
     compare.pairwise = True
     functions._call(functions.Term(compare), [(prompt, response, response._replace(written="", text="b"))])
     row = {"prompt": prompt.turns, "response": response.text, "response_ids": response.ids, "finished": end}
-    [(_, again)] = pool.pairs_of([{**row, "written": response.written}], [prompt])
+    [(_, again)] = pool.responses_of([{**row, "written": response.written}], [prompt])
     functions._call(functions.Term(score), [(prompt, again)])  # a pool's, as rejection sampling and DPO score it
     written = words.removesuffix(" <|end|>").replace("<|pad|> ", "").replace("two", tokenizer.unk_token)
     assert seen == [written, written, "b", written] and "think" not in response.text
@@ -315,7 +315,7 @@ def test_ranks_that_share_a_copy_have_the_same_prompts_and_draws(policy, prompts
     monkeypatch.setattr(dist, "gather", lambda mine: shares.append(dict(mine)) or [(i, []) for i in range(3)])
     for rank in range(4):
         monkeypatch.setattr(dist, "rank", lambda: rank)
-        responses.sample_pairs(policy, TOKENIZER, [prompts[0]] * 3, max_new_tokens=8)
+        responses.sample_responses(policy, TOKENIZER, [prompts[0]] * 3, max_new_tokens=8)
     assert shares[0] == shares[1] and shares[2] == shares[3] and shares[0][0] != shares[2][1]
     assert [*shares[0], *shares[2]] == [0, 2, 1]
 
@@ -331,7 +331,7 @@ def test_a_model_that_ranks_cannot_share_is_an_input_error(tmp_path, monkeypatch
 
 def test_too_many_new_tokens_for_the_policys_positions_is_an_input_error(policy, prompts):
     with pytest.raises(InputError, match="128 positions: this model cannot be sampled"):
-        responses.sample_pairs(policy, TOKENIZER, prompts, max_new_tokens=124)
+        responses.sample_responses(policy, TOKENIZER, prompts, max_new_tokens=124)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -13,7 +13,7 @@ from helpers import CPU, TOKENIZER, succeeds, write_rows
 from transformers import AutoModelForCausalLM
 
 from common import dist, responses
-from common.batches import Row, collate, random_subset
+from common.batches import Row, collate
 from common.errors import InputError
 from common.data import chat, demonstrations, mixtures, prompt_sets, splits, tiny
 from common.data.files import read_jsonl
@@ -133,7 +133,7 @@ def test_an_embedding_is_the_mean_last_hidden_state_of_a_prompts_own_tokens(batc
 # -- rows --------------------------------------------------------------------------------
 def rows_from(monkeypatch, answers, criterion="score", seed=0):
     """rehearsal_rows of the prompts of TEXTS, the policy's answers being these, in one cluster."""
-    monkeypatch.setattr(responses, "sample_pairs", lambda _, __, asked, **___: list(zip(asked, answers)))
+    monkeypatch.setattr(responses, "sample_responses", lambda _, __, asked, **___: list(zip(asked, answers)))
     model = dist.shard(pretrained.load_policy("tiny", TOKENIZER), CPU)
     count = lambda prompts, texts, rows: [len(t.split()) for t in texts]
     judge = scorers.Scorer("f", "1", functions.Term(count)) if criterion == "score" else None
@@ -264,7 +264,7 @@ def test_rehearsal_rows_are_responses_of_ppos_first_policy(files, written):
     policy = dist.shard(pretrained.load_policy(str(files / "policy"), TOKENIZER), CPU)
     prompts, _ = splits.hold_out(prompt_sets.load_prompts(str(files / "prompts.jsonl"), "train", TOKENIZER, 54))
     ids, seed = [p.ids for p in prompts], dist.seed_of(0, "sr")
-    answers = responses.sample_pairs(policy, TOKENIZER, prompts, max_new_tokens=10, slots=256, seed=seed)
+    answers = responses.sample_responses(policy, TOKENIZER, prompts, max_new_tokens=10, slots=256, seed=seed)
     with torch.no_grad():
         hidden = [policy.base_model(input_ids=torch.tensor([x])).last_hidden_state[0].mean(0) for x in ids]
     clusters = rehearsal.kmeans(F.normalize(torch.stack(hidden), dim=1).double(), 3)
@@ -286,7 +286,7 @@ def test_rehearsal_rows_are_responses_of_ppos_first_policy(files, written):
     ],
 )
 def test_a_mistake_is_named_before_anything_is_sampled(options, words, files, tmp_path, monkeypatch):
-    monkeypatch.setattr(responses, "sample_pairs", None)
+    monkeypatch.setattr(responses, "sample_responses", None)
     given = {
         "model": str(files / "policy"),
         "dataset": str(files / "prompts.jsonl"),
@@ -308,7 +308,7 @@ def test_rehearsal_uses_no_prompt_that_ppo_holds_out(files, tmp_path, monkeypatc
     train, held_out = prompt_sets.train_and_held_out(SimpleNamespace(**limits), TOKENIZER)
     keys = {prompt.key for prompt in taken}
     assert len(keys) == 100 and len(held_out) == 20 and not keys & {prompt.key for prompt in held_out}
-    by_hash = {prompt.key for prompt in random_subset(train, 190)}
+    by_hash = {prompt.key for prompt in mixtures.random_subset(train, 190)}
     assert 35 <= len(keys & by_hash) <= 65
 
 

@@ -93,17 +93,18 @@ def test_selected_are(text, options, places):
     rows, given = rows_from(text), {"threshold": None, "iteration": 1, **options}
     threshold, iteration = given.pop("threshold"), given.pop("iteration")
     candidates = pool.candidates(rows, (A, B), iteration if given.get("candidates") == "last" else None)
-    chosen, _ = rs.select(pool.pairs_of(candidates, (A, B)), [r["score"] for r in candidates], threshold)
+    chosen, _ = rs.select(pool.responses_of(candidates, (A, B)), [r["score"] for r in candidates], threshold)
     assert [candidates[i] for i in chosen] == [rows[i] for i in places]
 
 
 def test_the_message_explains_why_nothing_is_selected():
     def why_none(text, threshold):
         rows = rows_from(text)
-        return rs.why_none(pool.pairs_of(rows, (A, B)), [r["score"] for r in rows], 1, threshold, make_args())
+        return rs.why_none(pool.responses_of(rows, (A, B)), [r["score"] for r in rows], 1, threshold, make_args())
 
+    assert why_none("A ant 9 cut", None) == "iteration 1: no response ended within --max-new-tokens 8"
     why = why_none("A ant 9 cut, A '' 9", None)
-    assert why == "iteration 1: no response ended within --max-new-tokens 8"
+    assert why == "iteration 1: all responses that ended are empty or have a special token"
     why = why_none("A ant 1.5, A cat 0.25, A dog -2, A eel 9 cut", 2.0)
     assert why.endswith("no response reaches --threshold 2: of 3 the best has 1.5, the median 0.25")
     why = why_none("A ant 0, A cat 0, B bear 0, B dog 0", None)
@@ -116,7 +117,7 @@ MANY = [prompt(f"copy {a} {b}") for a in tiny.ANIMALS[:5] for b in tiny.ANIMALS[
 
 def test_a_document_is_the_prompt_and_the_ids_that_were_sampled_end_token_included():
     sampled = {**row(A, "ant cat"), "response_ids": [50, 51, END]}  # not what the text would be encoded as
-    (document,) = responses.documents(pool.pairs_of([sampled], [B, A]))
+    (document,) = responses.documents(pool.responses_of([sampled], [B, A]))
     assert document.ids.tolist() == [*A.ids, 50, 51, END] and document.ids.dtype == torch.int32
     assert document.response_mask.tolist() == [False] * len(A.ids) + [True] * 3
     batch = collate([[document, document]], TOKENIZER.pad_token_id)
@@ -138,7 +139,7 @@ def nll(model, documents, without_end=False):
 def test_loss_and_gradient_of_a_step_are_those_of_the_formula(packing, micro_batch_size):
     args = make_args(packing=packing, micro_batch_size=micro_batch_size, max_grad_norm=0.0)
     rows = [row(p, " ".join(tiny.ANIMALS[: 1 + i % 6])) for i, p in enumerate(MANY)]
-    documents = responses.documents(pool.pairs_of(rows, MANY))
+    documents = responses.documents(pool.responses_of(rows, MANY))
     blocks, model = make_blocks(documents, args.max_length, args.packing), tiny_policy()
     assert [len(blocks) == 10, len(blocks) < 6] == [not packing, packing]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -155,7 +156,7 @@ def test_loss_and_gradient_of_a_step_are_those_of_the_formula(packing, micro_bat
 def test_every_epoch_sees_each_block_once_in_its_own_order():
     args = make_args(packing=False, epochs=3, batch_size=4, lr_decay=0.5, warmup_ratio=0)
     parts = (MANY, MANY[:4], MANY[:4])
-    stages = [responses.documents(pool.pairs_of([row(p, "ant") for p in some], MANY)) for some in parts]
+    stages = [responses.documents(pool.responses_of([row(p, "ant") for p in some], MANY)) for some in parts]
     plan = rs.plan_steps(stages, 1, args)
     steps = [[document.messages[0]["content"] for (document,) in blocks] for _, blocks in plan]
     assert [len(step) for step in steps] == [4, 4, 2] * 3 + [4] * 6
@@ -170,10 +171,10 @@ def test_the_chosen_temperature_has_the_best_finished_responses(monkeypatch):
     """At 0.7 all end and the best of two scores 2; at 1.0 it scores 4, but never ends."""
     said = {0.7: [("ant", True), ("ant ant", True)], 1.0: [("", True), ("ant ant ant ant", False)]}
 
-    def sample_pairs(model, tokenizer, prompts, *, n, temperature, **options):
+    def sample_responses(model, tokenizer, prompts, *, n, temperature, **options):
         return [(p, responses.Response([END], *answer)) for p in prompts for answer in said[temperature][:n]]
 
-    monkeypatch.setattr(responses, "sample_pairs", sample_pairs)
+    monkeypatch.setattr(responses, "sample_responses", sample_responses)
     args = make_args(eval_prompts=0, sweep_prompts=2, n_samples=2, temperatures=(1.0, 0.7))
     sweep = version_evaluation.RejectionSamplingEvaluation([A, B, C], scorer_that_notes([]), TOKENIZER, args)
     evaluation = sweep(tiny_policy(), 0, {})
@@ -431,13 +432,13 @@ def test_an_equal_number_of_sft_rows_is_mixed_with_the_selected_ones(small, tmp_
 
 
 def test_every_call_of_the_sampler_has_a_seed_of_its_own(small, tmp_path, monkeypatch):
-    seeds, plain = [], responses.sample_pairs
+    seeds, plain = [], responses.sample_responses
 
     def noted(*args, seed, **options):
         seeds.append(seed)
         return plain(*args, seed=seed, **options)
 
-    monkeypatch.setattr(responses, "sample_pairs", noted)
+    monkeypatch.setattr(responses, "sample_responses", noted)
     run_here(small, tmp_path, epochs=0.1)
     assert len(seeds) == 3 * (1 + 2) + 2 * 3 == len(set(seeds))  # of each version three rounds; three chunks
     run_here(small, tmp_path, overwrite=True, epochs=0.1, seed=1)

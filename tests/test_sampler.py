@@ -529,8 +529,9 @@ def test_a_seed_decides_and_generation_config_does_not():
 def test_training_mode_and_gradient_checkpointing_survive():
     model = pretrained.load_policy("tiny", tiny.tokenizer(), gradient_checkpointing=True)
     greedy = {"max_new_tokens": 8, "stop_ids": [], "pad_id": 0, "temperature": 0}
+    frozen = model.get_output_embeddings().eval()  # a part that its owner keeps in evaluation mode
     out = sample(model, MIXED, **greedy)
-    assert model.training and model.base_model.gradient_checkpointing
+    assert model.training and model.base_model.gradient_checkpointing and not frozen.training
     want = sample(pretrained.load_policy("tiny", tiny.tokenizer()), MIXED, **greedy)
     assert torch.equal(out.response_tokens, want.response_tokens)
     model(input_ids=torch.tensor([MIXED[0]])).logits.sum().backward()  # no inference tensors are left behind

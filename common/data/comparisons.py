@@ -14,11 +14,11 @@ import zlib
 import torch
 
 from common import dist, models
-from common.batches import RATINGS, Comparison, labelled_pairs, of_each_comparison, printable, random_subset
-from common.batches import turns_key
+from common.batches import Comparison, labelled_pairs, of_each_comparison, printable, turns_key
 from common.errors import InputError
 from common.data import chat, formats, mapping, message_columns, mixtures, progress, splits
 
+RATINGS = ("significantly better", "better", "slightly better", "negligibly better")  # Llama 2's four levels
 MARGINS = {  # Llama 2, table 27: the margin m by rating
     "small": dict(zip(RATINGS, (1, 2 / 3, 1 / 3, 0))),
     "large": dict(zip(RATINGS, (3, 2, 1, 0))),
@@ -133,7 +133,7 @@ def load_offline(args, tokenizer, held_out) -> tuple[list[Comparison], list[Comp
 
     train, test = splits.train_and_held_out(args.offline_data, None, load_one, tokenizer)
     train = splits.without_prompts_of(train, held_out, args.offline_data)
-    return random_subset(train, args.offline_pairs), random_subset(test, 500)
+    return mixtures.random_subset(train, args.offline_pairs), mixtures.random_subset(test, 500)
 
 
 def best_and_worst(c) -> Comparison:

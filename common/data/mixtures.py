@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path
 
 from common import dist
-from common.batches import Row, random_subset
+from common.batches import Row
 from common.errors import InputError
 from common.data import formats, progress, tiny
 from common.data.formats import columns
@@ -59,6 +59,15 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
     if len(set(dist.gather([fingerprint]))) > 1:
         raise InputError(f"{spec}: ranks read different rows. Give all nodes the same file")
     return rows
+
+
+def random_subset(items, n, name=lambda item: item.key):
+    """Choose a deterministic random subset of n items, kept in their original order.
+
+    Items are chosen by a hash of their name, so a mixture or a sorted file is sampled evenly.
+    items: prompts, comparisons, rows, or anything that `name` turns into a string."""
+    chosen = sorted(range(len(items)), key=lambda i: zlib.crc32(name(items[i]).encode()))[:n]
+    return [items[i] for i in sorted(chosen)]
 
 
 def _prompt_or_place(row):

@@ -49,7 +49,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from common import dist, models
-from common.batches import random_subset, split, turns_key
+from common.batches import split, turns_key
 from common.errors import InputError
 from common.responses import my_responses
 from common.data import chat, comparisons, files, formats, mapping, message_columns, mixtures, progress
@@ -434,7 +434,7 @@ def without_instruction(prompt) -> list[dict]:
 # -- rows ------------------------------------------------------------------------------------------
 class Item(NamedTuple):
     number: int  # the row's position in the data set
-    key: str  # for batches.random_subset
+    key: str  # for mixtures.random_subset
     begin: dict  # the first columns of the output row
     prompt: list[dict]
     texts: list[str]  # the row's responses; label: two; revise, hindsight: at most one; others: empty
@@ -483,7 +483,7 @@ def read_items(args) -> list[Item]:
         rows = comparisons.joined(rows)
     items = mapping.read(rows, item, args.dataset, f"rows of {args.task}")
     items = mapping.map_rows(rows, lambda _, given: given[0], args.dataset, zip(items))
-    return items if args.task == "select" else random_subset(items, args.max_rows)
+    return items if args.task == "select" else mixtures.random_subset(items, args.max_rows)
 
 
 TASKS = {task.__name__: task for task in (sample, label, revise, select, hindsight)}
@@ -615,7 +615,9 @@ def main(args: Args):
             shares = split(chunk, size)[dist.rank() :: dist.world_size()]  # a group stays on one rank
             my_items = [item for share in shares for item in share]
             results = zip(my_items, TASKS[args.task](my_items, labeler, principles, args))
-            new = dist.gather([{**item.begin, **result} for item, result in results])
+            new = [{**item.begin, **result} for item, result in results]
+            dist.barrier()  # a labeler may be slow on some ranks, longer than the timeout of a collective
+            new = dist.gather(new)
             rows += new
             if dist.is_main():
                 files.append_jsonl(path, new)

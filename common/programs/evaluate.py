@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from common import dist, responses
-from common.batches import labelled_pairs, random_subset
+from common.batches import labelled_pairs
 from common.errors import InputError
 from common.data import chat, comparisons, files, formats, mapping, message_columns, mixtures, progress
 from common.data import prompt_sets
@@ -175,7 +175,7 @@ def read_prompts(args, tokenizer, answered) -> list[tuple]:
     grade = score_of_answer if answered else None
     prompts = prompt_sets.load_prompts(args.dataset, args.split, tokenizer, room, grade, ["turns"])
     pairs = mapping.map_rows(prompts, with_answer, args.dataset)
-    return random_subset(pairs, args.eval_prompts, lambda pair: pair[0].key)
+    return mixtures.random_subset(pairs, args.eval_prompts, lambda pair: pair[0].key)
 
 
 def further_questions(prompt) -> list[str]:
@@ -442,7 +442,7 @@ def edited_pairs(held_out, tokenizer, n) -> list:
         if copy := texts.swapped(better, message_columns.transcript(c.prompt)):
             copies[c.key] = c._replace(texts=[better, copy], preference=None, category="edits", indices=())
     progress.note(f"--edits {n}: {len(copies):,} prompts have a better response with two words to swap")
-    chosen = random_subset(list(copies.values()), n)
+    chosen = mixtures.random_subset(list(copies.values()), n)
     ids = [chat.encode_responses(tokenizer, c.prompt, c.texts)[1] for c in chosen]
     ranks = torch.tensor([0, 1])
     return [c._replace(response_ids=list(map(torch.tensor, x)), ranks=ranks) for c, x in zip(chosen, ids)]

@@ -21,10 +21,10 @@ from typing import Literal
 import torch
 
 from common import dist, models
-from common.batches import random_subset, response_mask, split
+from common.batches import response_mask, split
 from common.errors import InputError
 from common.responses import answers, documents
-from common.data import files, prompt_sets, splits
+from common.data import files, mixtures, prompt_sets, splits
 from common.loading import pretrained
 from common.scoring import scorers
 from common.run.cli import check_flags
@@ -186,7 +186,7 @@ def main(args: Args):
     load = partial(prompt_sets.load_prompts, tokenizer=tokenizer, max_tokens=room)
     prompts, _ = splits.train_and_held_out(args.dataset, None, load, None)  # leaves out ppo.py's held-out set
     # The held-out prompts were chosen by a hash of the key: hash another text to be independent of them
-    prompts = random_subset(prompts, args.max_prompts, lambda prompt: f"rehearsal {prompt.key}")
+    prompts = mixtures.random_subset(prompts, args.max_prompts, lambda prompt: f"rehearsal {prompt.key}")
     splits.show(prompts, tokenizer)
     scorer = None
     if args.criterion == "score":

@@ -108,9 +108,9 @@ class Pool:
                 for number, chunk in chunks:
                     seed = dist.seed_of(args.seed, "sample", iteration, number)
                     options = {"n": n, "temperature": temperature, "top_p": args.top_p}
-                    pairs = responses.answers(policy, versions.tokenizer, chunk, args, seed, **options)
+                    sampled = responses.answers(policy, versions.tokenizer, chunk, args, seed, **options)
                     rows = []
-                    for prompt, response in pairs:
+                    for prompt, response in sampled:
                         row = {"prompt": prompt.turns, "response": response.text}
                         row.update(response_ids=response.ids, finished=response.finished and response.clean)
                         row.update(iteration=iteration, model=name, temperature=temperature, chunk=number)
@@ -160,8 +160,8 @@ class Pool:
         if not old:  # a resumed run may have scored all rows before it was interrupted
             self.parts = self.rows[-1].get("parts", {}) if self.rows else {}
             return
-        pairs = pairs_of(old, prompts)
-        scores, self.parts = scorers.score_and_parts(scorer, pairs, self.args.score_batch_size)
+        sampled = responses_of(old, prompts)
+        scores, self.parts = scorers.score_and_parts(scorer, sampled, self.args.score_batch_size)
         for row, score in zip(old, scores):
             row["score"] = score
             row["scorer"] = scorer.version
@@ -181,15 +181,15 @@ def candidates(rows, prompts, iteration=None) -> list[dict]:
     return [row for _, row in sorted(placed, key=lambda placed: placed[0])]
 
 
-def pairs_of(rows, prompts) -> list[tuple[responses.Prompt, responses.Response]]:
-    """Turn rows into (prompt, response) pairs; every row must answer one of the prompts."""
+def responses_of(rows, prompts) -> list[tuple[responses.Prompt, responses.Response]]:
+    """Turn rows into (prompt, response) tuples; every row must answer one of the prompts."""
     by_key = {prompt.key: prompt for prompt in prompts}
-    pairs = []
+    sampled = []
     for row in rows:
         response = responses.Response(row["response_ids"], row["response"], row["finished"])
         response = response._replace(written=row.get("written", ""))
-        pairs.append((by_key[turns_key(row["prompt"])], response))
-    return pairs
+        sampled.append((by_key[turns_key(row["prompt"])], response))
+    return sampled
 
 
 def write_pairs(folder, pairs, iteration):

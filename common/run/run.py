@@ -223,7 +223,8 @@ class Run:
         self.peaks.update(dist.peak_memory(self.device, "rest" if self.laps else "step"))
         self.metrics.log(step, iteration, **row, **self.laps, **self.peaks)
         if shown:
-            self.bar.set_postfix({key.split("/")[-1]: f"{row[key]:.3g}" for key in shown}, refresh=False)
+            texts = {key.split("/")[-1]: f"{row[key]:.3g}" for key in shown if key in row}
+            self.bar.set_postfix(texts, refresh=False)
 
     def skip(self, why: str, in_a_row: int | None = None) -> dict[str, int]:
         """Skip a round that gives nothing to learn from: print why, and return its metric.

@@ -7,7 +7,7 @@ from statistics import fmean
 import torch
 
 from common import dist, models, responses
-from common.batches import make_blocks, random_subset, response_mask
+from common.batches import make_blocks, my_micro_batches, n_response_tokens, response_mask, response_sizes
 from common.losses import kl_estimate
 from common.data import chat, mixtures, tiny
 from common.loading import pretrained
@@ -80,6 +80,25 @@ def sampler_metrics(pairs, logprobs) -> dict[str, float]:
     return {"policy/sampler_kl": kl, "policy/sampler_ratio_max": ratio_max}
 
 
+@torch.no_grad()
+def nll_of_each(model, blocks, micro_batch_size) -> list[float]:
+    """Compute the negative log likelihood of each document, scaled to nats per response token.
+
+    A document's sum is divided by the average number of response tokens, so the mean over documents equals
+    the mean over all response tokens.
+    blocks: from make_blocks. Every rank must call this and gets the same list, in blocks' order.
+    """
+    documents = [document for block in blocks for document in block]
+    sums = []
+    place = {id(document): i for i, document in enumerate(documents)}
+    for batch in my_micro_batches(blocks, model, micro_batch_size):
+        of_tokens = models.logprobs(model, batch)[tuple(batch.token_indices)].float().cpu().double()
+        of_documents = [-x.sum().item() for x in of_tokens.split(response_sizes(batch.documents))]
+        sums += zip([place[id(document)] for document in batch.documents], of_documents)
+    scale = len(documents) / n_response_tokens(blocks)
+    return [nll * scale for _, nll in sorted(dist.gather(sums))]
+
+
 def fingerprint(documents) -> list:
     """Fingerprint held-out documents: their messages, and how many tokens have a loss, which depends on
     --max-length."""
@@ -109,7 +128,7 @@ class HeldOutDocuments:
     def loss(self, model) -> dict[str, float]:
         if not self.blocks:
             return {}
-        self.losses = models.nll_of_each(model, self.blocks, self.args.micro_batch_size)
+        self.losses = nll_of_each(model, self.blocks, self.args.micro_batch_size)
         return {"eval/nll": fmean(self.losses)}
 
     def answers(self, model) -> list[dict]:
@@ -133,7 +152,7 @@ class HeldOutPrompts:
     once they are set, wins against them are counted."""
 
     def __init__(self, prompts, scorer, reference, tokenizer, args, text=()):
-        self.prompts = random_subset(prompts, args.eval_prompts)
+        self.prompts = mixtures.random_subset(prompts, args.eval_prompts)
         self.samples = []
         self.first = []
         self.scorer = scorer
@@ -146,7 +165,7 @@ class HeldOutPrompts:
     def __call__(self, policy) -> dict[str, float]:
         metrics = self.answer(policy) if self.prompts else {}
         if self.blocks_of_text:
-            losses = models.nll_of_each(policy, self.blocks_of_text, self.args.micro_batch_size)
+            losses = nll_of_each(policy, self.blocks_of_text, self.args.micro_batch_size)
             metrics["eval/ptx_nll"] = fmean(losses)
         return metrics
 

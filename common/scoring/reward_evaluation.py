@@ -100,7 +100,7 @@ def policy_samples(model, prompts, tokenizer, n, max_new_tokens, seed, slots=64)
     fits = {i: c for i, c in enumerate(prompts) if len(c.prompt_ids) <= room}
     prompts_of = [responses.Prompt(c.prompt_ids.tolist(), c.prompt, c.row) for c in fits.values()]
     options = {"n": n, "max_new_tokens": max_new_tokens, "seed": seed, "slots": slots}
-    pairs = responses.sample_pairs(model, tokenizer, prompts_of, **options)
+    pairs = responses.sample_responses(model, tokenizer, prompts_of, **options)
     for i, of_prompt in zip(fits, split(pairs, n)):
         ended = [[*r.ids[:-1], tokenizer.eos_token_id] for _, r in of_prompt if r.finished]
         samples[i] = tuple(torch.tensor(ids, dtype=torch.int32) for ids in ended)

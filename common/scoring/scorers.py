@@ -17,9 +17,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from common import dist, models, responses
-from common.batches import Comparison, of_each_comparison, random_subset, split
+from common.batches import Comparison, of_each_comparison, split
 from common.errors import InputError
-from common.data import chat, progress
+from common.data import chat, mixtures, progress
 from common.loading import pretrained
 from common.scoring import functions
 
@@ -235,28 +235,40 @@ def check_prompts(scorer, prompts):
             _encode(scorer, prompt, responses.Response([], "The answer is 1.", True), end)
 
 
-def load_value_model(gated, tokenizer, prompts, args, device):
+def load_value_model(gated, policy, tokenizer, prompts, args, device):
     """Load the value model of ppo.py, initialised from the scorer.
 
     Reward model: its body and head. Advantage model: its body and the row of its head that gives r, with bias
-    -mean e(x) over some prompts, both times 1 - K / N as the score is (models.scores_of). Function, or model
-    with other tokens: the first policy's body and a head of zeros."""
+    -mean e(x) over some prompts, both times 1 - K / N as the score is (models.scores_of). --reward-norm gives
+    the rewards mean 0 and deviation 1, so the head is shifted and scaled alike, by the scores of 64 responses
+    of the policy: a reward model's offset and unit are arbitrary, and value clipping would let V leave them
+    only slowly. Function, or model with other tokens: the first policy's body and a head of zeros."""
     scorer = gated.scorer
     checkpointing = args.gradient_checkpointing
     if scorer.function or not scorer.same_tokens:
         model = pretrained.load_scorer(args.model, tokenizer, 1, checkpointing, args.seed)
         torch.nn.init.zeros_(model.score.weight)
-    else:
-        model = pretrained.load_scorer(args.scorer, tokenizer, scorer.model.config.num_labels, checkpointing)
+        return dist.shard(model, device)
+    model = pretrained.load_scorer(args.scorer, tokenizer, scorer.model.config.num_labels, checkpointing)
+    head = torch.nn.Linear(model.score.in_features, 1, device=model.score.weight.device)
+    scale, shift = 1.0, 0.0
     if model.config.num_labels == 2:
-        head = torch.nn.Linear(model.score.in_features, 1, device=model.score.weight.device)
         loss_settings = model.config.advantage_model
         scale = 1 - loss_settings["n_others"] / loss_settings["n_policies"]
-        with torch.no_grad():
-            head.weight.copy_(scale * model.score.weight[:1])
-            head.bias.fill_(-scale * mean_expected_reward(scorer, random_subset(prompts, 256), args, device))
-        model.score = head
-        model.config.num_labels = 1
+        shift = scale * mean_expected_reward(scorer, mixtures.random_subset(prompts, 256), args, device)
+    if args.reward_norm != "none":
+        few = mixtures.random_subset(prompts, 64)
+        seed = dist.seed_of(args.seed, "value")
+        sampled = responses.answers(policy, tokenizer, few, args, seed, temperature=args.temperature)
+        scores = torch.tensor(score(scorer, sampled, args.score_batch_size))
+        unit = 1.0 if args.reward_norm == "mean" else max(scores.std(correction=0).item(), 1e-4)
+        scale /= unit
+        shift = (shift + scores.mean().item()) / unit
+    with torch.no_grad():
+        head.weight.copy_(scale * model.score.weight[:1])
+        head.bias.fill_(-shift if model.score.bias is None else scale * model.score.bias[0] - shift)
+    model.score = head
+    model.config.num_labels = 1
     return dist.shard(model, device)
 
 

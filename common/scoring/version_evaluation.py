@@ -5,8 +5,7 @@ from functools import partial
 import torch
 
 from common import dist, responses
-from common.batches import random_subset
-from common.data import comparisons
+from common.data import comparisons, mixtures
 from common.loading import pretrained
 from common.scoring import measures, scorers
 from common.scoring.evaluation import SAMPLE_METRICS, describe_samples, kl_of, logprobs_of, sampler_metrics
@@ -47,8 +46,8 @@ class RejectionSamplingEvaluation:
         self.scorer = scorer
         self.tokenizer = tokenizer
         self.args = args
-        self.prompts = random_subset(held_out, args.eval_prompts)
-        self.swept = random_subset(held_out, args.sweep_prompts) if args.n_samples else []
+        self.prompts = mixtures.random_subset(held_out, args.eval_prompts)
+        self.swept = mixtures.random_subset(held_out, args.sweep_prompts) if args.n_samples else []
         self.fingerprint = [prompt.key for prompt in self.prompts]
 
     def __call__(self, policy, version, evaluations) -> dict:
@@ -106,7 +105,7 @@ class DPOEvaluation:
 
     def __init__(self, held_out, held_out_pairs, pair_metrics, scorer, tokenizer, args):
         """scorer: None if --eval-prompts is 0."""
-        self.prompts = random_subset(held_out, args.eval_prompts)
+        self.prompts = mixtures.random_subset(held_out, args.eval_prompts)
         self.held_out_pairs = held_out_pairs
         self.pair_metrics = pair_metrics
         self.scorer = scorer

@@ -12,7 +12,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import random
 import statistics
 import subprocess

@@ -25,7 +25,7 @@ log_probs = lambda model, rows: model(input_ids=torch.tensor(rows)).logits.doubl
 @torch.no_grad()
 def sampled(policy, reference, prompts):
     sums = {kind: [] for kind in ("full", *KINDS)}
-    for prompt, response in responses.sample_pairs(policy, TOKENIZER, prompts, max_new_tokens=32, seed=1):
+    for prompt, response in responses.sample_responses(policy, TOKENIZER, prompts, max_new_tokens=32, seed=1):
         row, where = [prompt.ids + response.ids], torch.tensor(response.ids)[:, None]
         p, q = (log_probs(model, row)[0, len(prompt.ids) - 1 : -1] for model in (policy, reference))
         sums["full"].append((p.exp() * (p - q)).sum().item())

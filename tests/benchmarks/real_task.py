@@ -20,7 +20,7 @@ import torch
 from experiments import markdown, publish
 
 from common.batches import split
-from common.responses import sample_pairs
+from common.responses import sample_responses
 from common.data import files, progress
 from common.data.prompt_sets import load_prompts
 from common.loading import pretrained
@@ -117,7 +117,7 @@ def answered(policy, prompts, n, seed) -> tuple[list, list[str], list[float]]:
     tokenizer = pretrained.load_tokenizer(policy)
     prompts = load_prompts(prompts, "train", tokenizer, max_tokens=56)
     model = pretrained.load_policy(policy, tokenizer).eval()
-    sampled = sample_pairs(model, tokenizer, prompts, n=n, seed=int(seed), max_new_tokens=13, slots=64)
+    sampled = sample_responses(model, tokenizer, prompts, n=n, seed=int(seed), max_new_tokens=13, slots=64)
     texts = [answer.text.strip() for _, answer in sampled]
     return prompts, texts, correct([], texts, [prompt.row.data for prompt, _ in sampled])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import peers  # noqa: F401, it lets common be found
 import tyro
 
-from common.responses import sample_pairs
+from common.responses import sample_responses
 from common.data import files, tiny
 from common.data.prompt_sets import load_prompts
 from common.loading import pretrained
@@ -39,7 +39,7 @@ def main(args: Args):
     tokenizer, rows = pretrained.load_tokenizer(args.policy), []
     prompts = load_prompts("tiny", "train", tokenizer, max_tokens=96)
     prompts, model = rng.sample(prompts, args.pairs), pretrained.load_policy(args.policy, tokenizer).eval()
-    sampled = sample_pairs(model, tokenizer, prompts, n=4, seed=args.seed, max_new_tokens=32, slots=256)
+    sampled = sample_responses(model, tokenizer, prompts, n=4, seed=args.seed, max_new_tokens=32, slots=256)
     for (prompt, a), (_, b) in zip(sampled[::2], sampled[1::2]):
         if len({a.text, b.text, ""}) == 3 and len(rows) < args.pairs:
             odds = utility(prompt.question, a.text) - utility(prompt.question, b.text)
