@@ -410,7 +410,7 @@ def test_the_value_model_starts_as_the_reward_model_with_its_head(tmp_path):
 @pytest.mark.parametrize("n_outputs", [1, 2])
 def test_the_value_model_starts_in_the_units_of_the_normalised_rewards(tmp_path, monkeypatch, norm, n_outputs):
     """V is the reward model, shifted and scaled so that the scores of the policy's responses have mean 0 and deviation
-    1 (`mean`: only shifted). Its offset and unit do not count. Of an advantage model only r's differences are compared."""
+    1 (`mean`: only shifted): its offset and unit do not count. Of an advantage model r's differences are compared."""
     monkeypatch.setattr(responses, "answers", lambda *_, **__: PAIRS)
     n, k = 3, 2
     model, loaded = of_models(tmp_path / "scorer", n_outputs, n, k)

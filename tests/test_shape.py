@@ -97,8 +97,8 @@ def test_the_kit_imports_nothing_but_itself_and_keeps_its_budget():
     for file in test_copying.KIT:
         assert set(imports(tree_of(FILES[file])).values()) <= set(test_copying.KIT)
     # Beyond the goal of 1,300: masks made once 12; --shard-size 6; padding token 1; few shapes of decoding steps 6; few
-    # rows 1; PPO's responses share their prompt 35; CUDA graphs 56; weights between bfloat16's numbers 20; less 26, since
-    # comparisons are batches of documents, and 15 that only programs need
+    # rows 1; PPO's responses share their prompt 35; CUDA graphs 56; weights between bfloat16's numbers 20; less 26,
+    # since comparisons are batches of documents, and 15 that only programs need
     assert sum(n_code_lines(FILES[file]) for file in test_copying.KIT) <= 1396
     assert {name for name in FILES if not folder(name)} == set(test_copying.KIT)
 
@@ -131,5 +131,6 @@ def test_scripts_and_common_keep_their_budgets_of_code_lines():
     # that are made once 30, --shard-size 12, RewardBench 2's rule for ties 37, LoRA's frozen weights in bfloat16 and
     # --slots from free memory 45, gains apart for hazards and rehearsal at random 24, few shapes of decoding steps 7,
     # the sampler's distribution against the trained one in DPO 16, prompts shared by PPO 39, CUDA graphs 58, e(x)'s
-    # correlation with r 2, weights between bfloat16's numbers 20, V in the units of normalised rewards 11; less 27, since comparisons are batches of documents
+    # correlation with r 2, weights between bfloat16's numbers 20, V in the units of normalised rewards 11; less 27,
+    # since comparisons are batches of documents
     assert sum(map(n_code_lines, FILES.values())) <= 6501
