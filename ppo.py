@@ -560,9 +560,8 @@ def main(args: Args):
     for each in (scorer.scorer, scorer.safety):
         scorers.check_prompts(each, [*prompts, *held_out])
     policy = load_policy(args, tokenizer, run.device)
-    if is_lora_on_reference(args):
-        reference = lora.FrozenBase(policy)
-    else:
+    reference = lora.FrozenBase(policy)  # with LoRA, the weights under the policy's adapters
+    if not is_lora_on_reference(args):
         reference = pretrained.load_frozen(args.reference or args.model, tokenizer, args, run.device)
     value = scorers.load_value_model(scorer, policy, tokenizer, prompts, args, run.device)
     checks.fit_rows(args, (policy, reference, value))

@@ -132,6 +132,36 @@ def norm_of(gradients):
     return math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
 
 
+def steps_of(script, n_figures, small, folder, monkeypatch, **options):
+    """[(comparisons, learning rate)] of a run of reward.py or advantage_model.py on 10 pairs with all ratings, in
+    which nothing learns. n_figures: the numbers that its `update` returns."""
+    steps, given = [], {**small.options, "max_steps": None, "eval_every": 0, "save_every": 0, "length_prompts": 0}
+
+    def update(model, optimizer, batch, args):
+        steps.append((batch, optimizer.param_groups[0]["lr"]))
+        return [0.5] * n_figures
+
+    monkeypatch.setattr(script, "update", update)
+    monkeypatch.setattr(script.plots, "scorer", lambda folder: None)
+    given["dataset"] = str(write_rows(folder / "ten.jsonl", read_jsonl(small.folder / "train.jsonl")[6:16]))
+    script.main(script.Args(**{**given, "output_dir": str(folder / "run"), "overwrite": True, **options}))
+    return steps
+
+
+def assert_epochs(steps_with):
+    """Check the optimiser steps of runs by hand. steps_with: steps_of, but for options. Returns two epochs' steps."""
+    rates = {"lr": 0.01, "lr_schedule": "linear", "warmup_ratio": 0.3}  # of 6 steps: two rise
+    steps = steps_with(batch_size=4, epochs=2.0, **rates)
+    assert [len(batch) for batch, _ in steps] == [4, 4, 2, 4, 4, 2]
+    assert [lr for _, lr in steps] == pytest.approx([0.01 * x for x in (1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4)])
+    order = lambda steps: [c.row.where for batch, _ in steps for c in batch]
+    orders = [order(steps[:3]), order(steps[3:]), order(steps_with(batch_size=4, epochs=1.0, seed=1))]
+    assert len(set(map(tuple, orders))) == 3 and len(set(orders[0])) == 10
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
+    assert [len(batch) for batch, _ in steps_with(batch_size=3, epochs=0.5)] == [3, 3]  # of 3, 3, 3, 1
+    return steps
+
+
 def sequence_logprob(model, comparison, k):
     """log pi(y | x) of its response k by transformers' own forward."""
     x, start = ids(comparison, k), len(comparison.prompt_ids)

@@ -1,6 +1,7 @@
 """advantage_model.py in one process: the files of a run, eq. 6 and 8 of the paper, the expected reward,
 ratios to other policies, samples of the policy, resuming, and bad input."""
 
+import functools
 import math
 import re
 from types import SimpleNamespace
@@ -11,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from processes import flags
 from helpers import (
-    CPU, TOKENIZER, Gradients, Plain, assert_error,
+    CPU, TOKENIZER, Gradients, Plain, assert_epochs, assert_error,
     assert_same_result, assert_same_step, assert_whole_run, column, comparisons_of, ids, make_small,
-    named, norm_of, read_json, rows_of, sequence_logprob, succeeds, weights, without, write_rows,
+    named, norm_of, read_json, rows_of, sequence_logprob, steps_of, succeeds, weights, without, write_rows,
 )  # fmt: skip
 from helpers import run as run_script
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -333,6 +334,10 @@ def test_without_shared_prompts_a_run_has_the_same_losses(small, undisturbed, tm
     for key, n in (("loss/advantage", 2), ("eval/nll", 1)):
         want = column(undisturbed.folder, key)[:n]
         assert column(tmp_path, key)[:n] == pytest.approx(want, abs=1e-4)
+
+
+def test_each_epoch_has_every_comparison_once_at_the_schedules_rates(small, tmp_path, monkeypatch):
+    assert_epochs(functools.partial(steps_of, advantage_model, 4, small, tmp_path, monkeypatch, policy="tiny"))
 
 
 def test_a_second_run_starts_from_the_first_ones_model_and_head(small, undisturbed, tmp_path):

@@ -270,14 +270,15 @@ def test_margins_by_scores_are_in_the_units_of_their_data_set(load, tmp_path):
     """UltraFeedback's scores go to 10, SHP's to thousands: the largest gap of each data set has the largest margin.
     Two files with the same name are two data sets."""
     loaded = []
-    for folder, gaps in (("a", (8.0, 2.0)), ("b", (4000.0, 500.0))):
+    for folder, gaps in (("a", (8.0, 2.0)), ("b", (500.0, 4000.0))):
         (tmp_path / folder).mkdir()
         rows = [pair(f"copy {x}", chosen_score=gap, rejected_score=0) for x, gap in zip(("ant", "cat"), gaps)]
         loaded.append(str(write_rows(tmp_path / folder / "p.jsonl", rows)))
-    both = comparisons.load(",".join(loaded), "train", TOKENIZER, 64)
-    assert len({c.source for c in both}) == 2
-    margins = [c.margins[0, 1].item() for c in comparisons.with_margins(both, "large")]
-    assert margins == pytest.approx([3, 0.75, 3, 0.375])
+    for order, expected in ((loaded, [3, 0.75, 0.375, 3]), (loaded[::-1], [0.375, 3, 3, 0.75])):
+        both = comparisons.load(",".join(order), "train", TOKENIZER, 64)
+        assert len({c.source for c in both}) == 2
+        margins = [c.margins[0, 1].item() for c in comparisons.with_margins(both, "large")]
+        assert margins == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

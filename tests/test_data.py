@@ -858,6 +858,15 @@ def test_an_answer_that_also_occurs_in_the_opening_is_found_and_learnt(tmp_path)
     assert learnt == ["A" + tokenizer.eos_token]
 
 
+def test_the_end_that_a_template_does_not_write_is_not_learnt_after_an_answer_of_weight_0():
+    tokenizer = byte_tokenizer(NO_END)
+    for weight, learnt, end in ((0, ["one\n"], False), (1, ["one\n", "two\n<|im_end|>"], True)):
+        talk = [user("a"), bot("one"), user("b"), {**bot("two"), "weight": weight}]
+        ids, mask = chat.encode(tokenizer, talk, all_turns=True)
+        assert targets(tokenizer, ids, mask) == learnt
+        assert ids[-1] == tokenizer.eos_token_id and mask[-1] is end
+
+
 def test_a_template_line_can_switch_thinking_off(tmp_path):
     tokenizer = load(family("Qwen3", first="{% set enable_thinking = false %}"), tmp_path)
     ids, mask = chat.encode(tokenizer, HELLO[:2])
@@ -905,6 +914,13 @@ def test_system_turns_tell_questions_apart_if_nothing_else_is_said():
     key = lambda *prompts: list(held_out_keys(prompts))
     assert key(one) != key(other) and key(one) != key([]) and key(blank) != key([user(" ")])
     assert key([system("text 1"), user("q")]) == key([user("q")])
+
+
+def test_spellings_of_one_text_in_unicode_are_one_question():
+    """Composed, decomposed or of full width."""
+    key = lambda text: list(held_out_keys([[user(text)]]))
+    assert key("caf\u00e9") == key("cafe\u0301") != key("cafe")
+    assert key("\uff23\uff2f\uff30\uff39 ant") == key("copy ant")
 
 
 @pytest.mark.parametrize("cell, condition, meets", [
@@ -1253,6 +1269,15 @@ def test_the_split_of_plain_prompts_is_by_the_hash_of_the_prompt():
     _, held_out = splits.hold_out([document_of(user(prompt)) for prompt in prompts])
     key = lambda prompt: zlib.crc32(json.dumps([["user", prompt]]).encode())
     assert prompts_of(held_out) == set(sorted(prompts, key=key)[:5])
+
+
+def test_a_question_that_rows_spell_differently_is_held_out_by_its_least_hash_in_any_order():
+    spellings = [[f"what is {i}?", f"What is {i}?"] for i in range(100)]
+    documents = [document_of(user(text)) for both in spellings for text in both]
+    key = lambda text: zlib.crc32(json.dumps([["user", text]]).encode())
+    least = sorted(spellings, key=lambda both: min(map(key, both)))[:5]
+    for order in (documents, documents[::-1]):
+        assert prompts_of(splits.hold_out(order)[1]) == {text for both in least for text in both}
 
 
 def test_no_question_of_hindsight_rows_is_in_both_splits(tokenizer, tmp_path):

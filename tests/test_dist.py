@@ -261,7 +261,32 @@ def test_learning_rates_of_8_steps_by_hand(name, after_the_peak):
     assert dist.schedule(1, 1, SimpleNamespace(lr_schedule=name, warmup_ratio=1.0)) == 0.5
 
 
+def test_warm_up_lasts_a_share_of_the_steps_rounded_up_or_a_larger_number_of_them():
+    """0.3 times 8 is 2.4: three steps rise, and a line falls in five."""
+    for least, rising in ((0, 3), (2, 3), (4, 4)):
+        args = SimpleNamespace(lr_schedule="linear", warmup_ratio=0.3, min_warmup_steps=least)
+        rates = [dist.schedule(step, 8, args) for step in range(1, 9)]
+        falling = {3: [1, 4 / 5, 3 / 5, 2 / 5, 1 / 5], 4: [1, 3 / 4, 2 / 4, 1 / 4]}[rising]
+        assert rates == pytest.approx([i / (rising + 1) for i in range(1, rising + 1)] + falling)
+
+
 # -- an optimiser step -------------------------------------------------------------------
+@pytest.mark.parametrize("flag, eps", [({}, 1e-8), ({"adam_eps": 1.0}, 1.0)], ids=["default", "flag"])
+def test_two_steps_of_adamw_by_hand(flag, eps):
+    """Gradients of eps and 2 eps, so that eps counts. In units of eps, the moments divided by 1 - beta^2 are
+    (0.9 (0.1) + 0.1 (2)) / 0.19 = 29 / 19 and (0.95 (0.05) + 0.05 (4)) / 0.0975 = 33 / 13."""
+    layer = torch.nn.Linear(2, 1)
+    layer.weight.data, layer.bias.data = torch.tensor([[1.0, -2.0]]), torch.tensor([3.0])
+    optimizer = dist.adamw(layer, 0.5, SimpleNamespace(weight_decay=0.2, **flag))
+    after = [[1.0, -2.0, 3.0]]
+    for gradient, step in ((eps, 1 / (1 + 1)), (2 * eps, 29 / 19 / (math.sqrt(33 / 13) + 1))):
+        for p in layer.parameters():
+            p.grad = torch.full_like(p, gradient)
+        optimizer.step()
+        after.append([x * (1 - 0.5 * 0.2) - 0.5 * step for x in after[-1]])
+        assert [*layer.weight[0].tolist(), layer.bias.item()] == pytest.approx(after[-1], rel=1e-5)
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_backward_makes_up_for_the_mean_that_fsdp_takes_of_the_ranks(ranks, monkeypatch):
     """d (3 w^2) / dw at w = 2 is 12; it is added to the existing gradient."""

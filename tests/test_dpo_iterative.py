@@ -313,6 +313,16 @@ def test_with_the_newest_policy_as_reference_every_iteration_begins_at_log_2(sma
     assert abs(first_losses(whole.folder)[1] - LOG2) > 1e-5
 
 
+def test_with_the_newest_policy_as_reference_the_sft_model_can_still_be_the_start(small, tmp_path):
+    in_process(small, tmp_path, reference="last", start_from="sft", **SHORT)
+    both = [*best_and_worst(of_iteration(tmp_path, "pool", 2)).values()]
+    both += best_and_worst(of_iteration(tmp_path, "pool", 1)).values()
+    got = trained(tmp_path)[2][0]
+    want = implicit(small.folder / "first" / "model", tmp_path / "versions" / "1", both)
+    assert [got[key] for key in ("reward/chosen", "reward/rejected", "loss/dpo")] == pytest.approx(want, abs=1e-4)
+    assert got["data/pairs"] == len(both) and abs(want[2] - LOG2) > 1e-3
+
+
 def test_another_model_can_be_the_reference(small, tmp_path):
     base = small.folder / "base"
     succeeds(run(small, tmp_path, reference=base, iterations=1, **SHORT))

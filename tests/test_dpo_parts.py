@@ -12,7 +12,7 @@ import torch
 from helpers import CPU, TOKENIZER, A, B, C, comparisons_of, prompt, row
 
 import dpo_iterative as dpo
-from common import dist, losses
+from common import dist, losses, responses
 from common.batches import Comparison, Row
 from common.errors import NotFinite
 from common.data import comparisons, tiny
@@ -123,6 +123,13 @@ def test_paired_are(rows, options, wanted, reasons):
     pairs, dropped = best_against_worst(rows, [A, B], 1, make_args(**options))
     assert [(pair.prompt[0]["content"], *pair.texts) for pair in pairs] == wanted
     assert dropped == {"same": 0, "tied": 0, "unfinished": 0, **reasons}
+
+
+@pytest.mark.parametrize("scores, n, unfinished", [([1.0, 0.0], 1, 0), ([0.0, 1.0], 0, 1)])
+def test_the_worst_response_may_have_a_special_token_and_the_best_may_not(scores, n, unfinished):
+    said = [responses.Response([50, END], "cat", True), responses.Response([2, 51, END], "dog", True, clean=False)]
+    pairs, dropped = dpo.best_against_worst([(A, response) for response in said], scores, 1, make_args())
+    assert [pair.texts for pair in pairs] == [["cat", "dog"]] * n and dropped["unfinished"] == unfinished
 
 
 def test_a_pair_holds_the_sampled_ids_and_the_scores_minus_the_penalty():

@@ -9,11 +9,12 @@ import dpo_iterative
 import ppo
 import pytest
 import reward
+import sft
 import torch
-from helpers import CPU, TOKENIZER, prompt
+from helpers import CPU, TOKENIZER, bot, prompt
 
-from common import responses
-from common.batches import Row
+from common import models, responses
+from common.batches import Document, Row
 from common.loading import pretrained
 from common.scoring import evaluation, reward_evaluation, scorers, version_evaluation
 
@@ -46,15 +47,15 @@ def test_the_true_reward_is_averaged_separately_for_prompts_with_a_hazard():
 
 
 def test_the_samplers_log_probabilities_are_compared_with_the_models_by_hand():
-    """q / pi is 2, 1/2 and 1, so k3 is 1/2 - 1 + log 2, 2 - 1 - log 2 and 0. The mean of log q / pi (k1) would be 0.
-    The second response is shorter: its second column does not count."""
-    log_q = torch.tensor([0.5, 0.25, 0.8]).log().tolist()
+    """q / pi is 2, 1/4 and 1, so k3 is 1/2 - 1 + log 2, 4 - 1 - log 4 and 0; the other way round it would be 0.94 / 3,
+    and the mean of log q / pi (k1) below 0. The second response is shorter: its second column does not count."""
+    log_q = torch.tensor([0.5, 0.2, 0.1]).log().tolist()
     pairs = [
         (prompt("copy ant owl"), responses.Response([5, 6], "ant owl", True, logprobs=tuple(log_q[:2]))),
         (prompt("copy bear"), responses.Response([7], "bear", True, logprobs=tuple(log_q[2:]))),
     ]
-    log_pi = torch.tensor([[0.25, 0.5], [0.8, 0.001]]).log()
-    known = {"policy/sampler_kl": 0.5 / 3, "policy/sampler_ratio_max": 2.0}
+    log_pi = torch.tensor([[0.25, 0.8], [0.1, 0.001]]).log()
+    known = {"policy/sampler_kl": (2.5 - math.log(2)) / 3, "policy/sampler_ratio_max": 4.0}
     assert evaluation.sampler_metrics(pairs, log_pi) == pytest.approx(known)
     unknown = [(asked, response._replace(logprobs=())) for asked, response in pairs]
     assert evaluation.sampler_metrics(unknown, log_pi) == {}
@@ -98,6 +99,42 @@ def test_held_out_prompts_are_won_tied_and_lost_against_the_first_policy_whateve
     known = {"win": 1 / 3, "tie": 1 / 3, "lose": 1 / 3, "win_rate": 0.5, "win_rate_n": 3, "gain": 0.1 / 3, "gain_n": 3}
     known["tie_margin"] = math.sqrt(8 / 3) / 10
     assert last == pytest.approx({f"sft/score_{key}": x for key, x in known.items()})
+
+
+def noted_answers(monkeypatch, sampled):
+    """The options of every call that samples; each call returns `sampled`."""
+    asked = []
+    monkeypatch.setattr(responses, "sample_responses", lambda *_, **options: asked.append(options) or sampled)
+    return asked
+
+
+def test_held_out_prompts_are_answered_with_the_same_seed_at_temperature_1(monkeypatch):
+    """The entropies of the three response tokens are 1, 3 and 5: their mean is 3, with padding it would be 9 / 4, and
+    that of the two responses' means 3.5."""
+    sampled = [
+        (prompt("copy ant owl"), responses.Response([5, 6], "ant owl", True)),
+        (prompt("copy bear"), responses.Response([7], "bear", True)),
+    ]
+    asked = noted_answers(monkeypatch, sampled)
+    columns = [torch.zeros(2, 2), torch.tensor([[1.0, 3.0], [5.0, 0.0]])]
+    of_model = lambda forward, model, **_: columns if model == "policy" else columns[:1]
+    monkeypatch.setattr(models, "per_token", of_model)
+    scorer = SimpleNamespace(score=lambda pairs: torch.zeros(len(pairs)))
+    args = ppo.Args(max_new_tokens=4, max_length=64, temperature=0.7, top_p=0.8, n_samples=3, slots=2)
+    evaluate = evaluation.HeldOutPrompts([p for p, _ in sampled], scorer, "reference", TOKENIZER, args)
+    assert [evaluate("policy")["eval/entropy"] for _ in range(2)] == [3.0, 3.0]
+    assert asked[0] == asked[1] == {"seed": asked[0]["seed"], "max_new_tokens": 4, "slots": 2}
+
+
+def test_held_out_documents_are_answered_at_the_flags_temperature(monkeypatch):
+    asked_for = prompt("copy ant")
+    asked = noted_answers(monkeypatch, [(asked_for, responses.Response([5], "ant", True))])
+    args = sft.Args(max_new_tokens=4, max_length=64, temperature=0.6, sample_prompts=1)
+    ids = torch.tensor([*asked_for.ids, 5])
+    document = Document(ids, torch.arange(len(ids)) == len(ids) - 1, [*asked_for.turns, bot("ant")], asked_for.row)
+    policy = pretrained.load_frozen("tiny", TOKENIZER, args, CPU)
+    assert len(evaluation.HeldOutDocuments([document], TOKENIZER, args).answers(policy)) == 1
+    assert [options["temperature"] for options in asked] == [0.6]
 
 
 def test_accuracy_is_reported_for_each_of_several_data_sets_and_categories(monkeypatch):

@@ -73,6 +73,13 @@ def test_a_frozen_base_equals_a_separate_copy_and_leaves_the_policy_unchanged():
     assert torch.equal(logprobs(model), with_adapters)
 
 
+def test_only_the_seed_decides_what_adapters_start_from():
+    start = lambda model: torch.cat([p.flatten() for name, p in model.named_parameters() if name.endswith("lora_a")])
+    attached = lambda seed: start(lora.attach(pretrained.load_policy("tiny", TOKENIZER), 4, seed))
+    assert torch.equal(attached(0), attached(0)) and not torch.equal(attached(0), attached(1))
+    assert torch.equal(start(pretrained.load_policy("tiny", TOKENIZER, seed=1, lora_rank=4)), attached(1))
+
+
 def test_only_adapters_learn_at_ten_times_the_rate():
     model = pretrained.load_policy("tiny", TOKENIZER, lora_rank=4)
     names = {name for name, p in model.named_parameters() if p.requires_grad}

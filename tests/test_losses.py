@@ -568,6 +568,13 @@ def test_gae_is_the_sum_of_its_definition(gamma, lam):
         assert returns[row, start:end].tolist() == pytest.approx([a + b for a, b in zip(want, v)])
 
 
+def test_gamma_defaults_to_1_and_lam_to_0_95():
+    """Of a last reward of 1: A_2 = 1, A_1 = gamma lam. Of a last value of 1, with lam = 0: A_2 = -1, A_1 = gamma."""
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    assert losses.gae(torch.tensor([[0.0, 1.0]]), torch.zeros(1, 2), mask)[0].tolist() == [pytest.approx([0.95, 1])]
+    assert losses.gae(torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]), mask, lam=0)[0].tolist() == [[1, -1]]
+
+
 def test_gae_passes_no_gradient_and_does_not_change_its_inputs():
     rewards, values, mask = (
         torch.ones(2, 3),
@@ -769,6 +776,12 @@ def test_ppo_value_loss_differs_from_its_wrong_variants(wrong):
 def test_values_are_clipped_around_the_old_ones():
     """Around 3: values of 1.2, 2, 2 become 2.5: errors 0.64, 0.25 and 6.25."""
     assert of_value(old=3.0)[0] == pytest.approx((0.64 + 0.25 + 6.25) / 6)
+
+
+def test_values_are_clipped_at_0_15_by_default():
+    one, zero = torch.ones(1, 1), torch.zeros(1, 1)
+    loss, parts = losses.ppo_value_loss(one, zero, one, one.bool())
+    assert loss.item() == pytest.approx(0.85**2 / 2) and parts["n_clipped"] == 1
 
 
 # -- length_penalty ----------------------------------------------------------------------

@@ -569,6 +569,7 @@ def test_a_game_is_won_beyond_the_margin_and_tied_at_it():
     assert measures.outcomes(ours, theirs, 0.2) == measures.outcomes(ours, theirs, 0.0) == [1, 1, 0.5, 0, 0]
     assert measures.outcomes(theirs, ours, 0.2) == [0, 0, 0.5, 1, 1]
     assert measures.outcomes(ours, theirs, 0.5) == [0.5] * 5
+    assert measures.outcomes([1.1, 1.0], [1.0, 1.1], 0.1) == [0.5, 0.5]  # 1.1 - 1.0 is more than 0.1 in floats
     with pytest.raises(ValueError):
         measures.outcomes(ours, theirs[1:], 0.0)
 

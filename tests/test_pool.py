@@ -6,8 +6,11 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import CPU, TOKENIZER, A, B, C, prompt, row, scorer_that_notes, write_rows
 
+import rejection_sampling
+from common import responses
 from common.errors import InputError
 from common.data import files
 from common.data.files import read_jsonl
@@ -47,6 +50,41 @@ def test_several_samplers_have_chunks_of_their_own(tmp_path):
     assert [number for number, _ in others] == [0, 1, 2] and [number for number, _ in of_second] == [3, 5]
     held = pool_of(tmp_path, rows, chunk_prompts=7)
     assert held.missing(samplers, MANY, 1) == [[(0, MANY)], [(1, MANY)]] and held.rows == []
+
+
+# -- sampling ----------------------------------------------------------------------------
+def sampled_pool(folder, monkeypatch, answer, asked):
+    """A pool that has sampled the same answer to A twice; the options of this call are appended to `asked`."""
+    def sample_responses(model, tokenizer, prompts, *, seed, max_new_tokens, slots, **options):
+        asked.append(options)
+        return [(p, answer) for p in prompts for _ in range(options["n"])]
+
+    monkeypatch.setattr(responses, "sample_responses", sample_responses)
+    held = pool_of(folder, [], seed=0, top_p=0.8, max_new_tokens=8, slots=8)
+    versions = SimpleNamespace(load=lambda name: torch.nn.Linear(1, 1), tokenizer=TOKENIZER)
+    held.sample([("m", 0.7, 2)], [A], 1, versions)
+    return held
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_a_response_with_a_special_token_does_not_count_as_finished_in_the_pool(tmp_path, monkeypatch, clean):
+    answer = responses.Response([5, TOKENIZER.eos_token_id], "ant", True, clean=clean)
+    held = sampled_pool(tmp_path, monkeypatch, answer, [])
+    assert [r["finished"] for r in held.rows] == [clean] * 2
+    chosen, _ = rejection_sampling.select(pool.responses_of(held.rows, [A]), [1.0, 1.0], threshold=0.0)
+    assert chosen == ([0] if clean else [])
+
+
+def test_the_pool_is_sampled_with_top_p_and_the_samplers_temperature(tmp_path, monkeypatch):
+    asked = []
+    sampled_pool(tmp_path, monkeypatch, responses.Response([5, TOKENIZER.eos_token_id], "ant", True), asked)
+    assert asked == [{"n": 2, "temperature": 0.7, "top_p": 0.8}]
+
+
+def test_a_prompt_counts_once_in_each_iteration_that_asked_it(tmp_path):
+    rows = [row(A, "ant", iteration=1), row(A, "cat", iteration=1), row(A, "ant", iteration=2)]
+    held = pool_of(tmp_path, [*rows, row(B, "bear", iteration=3)])
+    assert [held.n_prompts_before(i) for i in (1, 2, 3, 4)] == [0, 1, 2, 3]
 
 
 # -- the pool's file ---------------------------------------------------------------------

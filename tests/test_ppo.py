@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import ppo
 from common import dist, models, responses
 from common.batches import Batch, Row, collate, make_blocks, my_micro_batches, n_tokens, response_mask
-from common.errors import InputError, NotFinite
+from common.errors import InputError, NotFinite, NothingToLearn
 from common.data import auxiliary, prompt_sets, tiny
 from common.data.files import read_jsonl
 from common.loading import pretrained
@@ -251,6 +251,11 @@ def test_advantages_are_weighted_by_pi_old_over_the_samplers_probability_up_to_t
     assert near(advantages, [[9.8 / 2, 9.9, 9.7 * 2], TO_COME[1]]) and near(returns, TO_COME)
     for off in (0.0, None):
         assert near(estimate(**{**options, "importance_cap": off})[0], TO_COME)
+    flat = sum(TO_COME, [])  # whitened by their own mean and deviation, whatever the weights
+    mean, deviation = statistics.fmean(flat), statistics.pstdev(flat)
+    whitened = [[(x - mean) / deviation for x in row] for row in TO_COME]
+    whitened[0] = [w * x for w, x in zip((0.5, 1, 2), whitened[0])]
+    assert near(estimate(**options, whiten_advantages=True)[0], whitened)
 
 
 def near(got, want):
@@ -606,10 +611,12 @@ EXTRA = {
 }
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("name", EXTRA)
-def test_the_other_losses_add_their_gradient_with_their_weight(name):
+def test_the_other_losses_add_their_gradient_with_their_weight_at_temperature_1(name, temperature):
     kind, coefficients, weight, per_row = EXTRA[name]
     options = {**coefficients, "micro_batch_size": 1, "packing": False}  # three micro-batches
+    options["temperature"] = temperature
     plain = policy()
     loss = nll_of(plain, DOCUMENTS[:3], per_row)
     (weight * loss).backward()
@@ -620,6 +627,83 @@ def test_the_other_losses_add_their_gradient_with_their_weight(name):
     assert result[f"{kind}/loss"] == pytest.approx(loss.item(), rel=1e-4)  # before its weight
     assert result[f"{kind}/n_tokens"] == 12
     assert max(g.abs().max() for g in added.values()) > 1e-3
+
+
+# -- one iteration -----------------------------------------------------------------------
+def test_metrics_of_an_iteration_by_hand():
+    """A rollout of 2 and 1 tokens. q / pi is 2, 1/4 and 1, so k3 is 1/2 - 1 + log 2, 4 - 1 - log 4 and 0; the other
+    way round it would be 0.94 / 3. All errors of the values are 1. Two steps had 2 and 4 tokens."""
+    pairs = [
+        (PAIRS[0][0], responses.Response([5, END], "", True)),
+        (PAIRS[1][0], responses.Response([5], "", False)),
+    ]
+    rollout = rollout_of(
+        pairs, scores=torch.tensor([1.0, 5.0]), response_rewards=torch.tensor([0.0, 0.5]),
+        sample_logprobs=rows_of_tokens([[math.log(0.5), math.log(0.2)], [-1.0]]),
+        old_logprobs=rows_of_tokens([[math.log(0.25), math.log(0.8)], [-1.0]]),
+        entropies=rows_of_tokens([[1.0, 3.0], [5.0]]),
+        returns=rows_of_tokens([[1.0, 2.0], [3.0]]), old_values=rows_of_tokens([[0.0, 1.0], [2.0]]),
+    )  # fmt: skip
+    columns = {  # of each step, and the metric
+        "n": (2, 4), "value/loss_sum": (6.0, 3.0), "value/n_clipped": (2, 1), "value/grad_norm": (2.0, 6.0),
+        "policy/loss_sum": (-1.0, -2.0), "policy/ratio_sum": (2.6, 4.0), "policy/ratio_max": (2.0, 1.5),
+        "policy/n_clipped": (1, 2), "policy/approx_kl_sum": (0.5, 0.1), "policy/grad_norm": (1.0, 3.0),
+        "ptx/loss": (1.0, 3.0), "ptx/n_tokens": (12, 18), "rehearsal/loss": (2.0, 4.0), "rehearsal/n_tokens": (7, 7),
+    }  # fmt: skip
+    steps = [dict(zip(columns, values)) for values in zip(*columns.values())]
+    want = {
+        "reward/score": 3.0, "reward/deviation": 2.0, "reward/normalised": 0.25, "rollout/finished": 0.5,
+        "rollout/length": 1.5, "loss/value": 1.5, "value/clipped": 0.5, "value/explained_variance": 1.0,
+        "optim/value_grad_norm": 4.0, "policy/entropy": 3.0, "policy/sampler_kl": (2.5 - math.log(2)) / 3,
+        "policy/sampler_ratio_max": 4.0,
+    }  # fmt: skip
+    of_the_value = [{key: x for key, x in step.items() if key.startswith(("value", "n"))} for step in steps]
+    assert ppo.metrics_of(rollout, of_the_value) == pytest.approx(want)  # during its warm-up
+    want |= {
+        "loss/policy": -0.5, "policy/ratio_mean": 1.1, "policy/ratio_max": 2.0, "policy/clipped": 0.5,
+        "policy/approx_kl": 0.1, "policy/first_ratio_max": 2.0, "policy/first_approx_kl": 0.25,
+        "optim/policy_grad_norm": 2.0, "loss/ptx": 2.0, "ptx/tokens_ratio": 5.0, "loss/rehearsal": 3.0,
+    }  # fmt: skip
+    assert ppo.metrics_of(rollout, steps) == pytest.approx(want)
+
+
+def test_minibatches_divide_a_rollout_anew_in_every_epoch_iteration_and_run():
+    passes = []
+    for iteration, seed in ((1, 0), (2, 0), (1, 1)):
+        epochs = ppo.minibatches_of(64, iteration, make_args(epochs=2, minibatch_size=16, seed=seed))
+        assert [[len(minibatch) for minibatch in epoch] for epoch in epochs] == [[16] * 4] * 2
+        passes += [sum(epoch, []) for epoch in epochs]
+    assert all(sorted(order) == list(range(64)) for order in passes)
+    assert len(set(map(tuple, passes))) == 6
+
+
+def test_a_rollout_has_its_own_seed_and_the_flags_temperature_and_top_p(monkeypatch):
+    asked = []
+
+    def noted(policy, tokenizer, prompts, *, seed, **options):
+        asked.append((seed, options))
+        raise NothingToLearn
+
+    monkeypatch.setattr(responses, "sample_responses", noted)
+    agent = ppo.Agent(*[None] * 6)
+    for iteration, seed in ((1, 0), (2, 0), (1, 1), (1, 0)):
+        args = make_args(seed=seed, temperature=0.7, top_p=0.8, n_samples=3)
+        with pytest.raises(NothingToLearn):
+            ppo.run_iteration(agent, [REST], None, ppo.fresh_state(), iteration, args)
+    seeds = [seed for seed, _ in asked]
+    assert len(set(seeds)) == 3 and seeds[0] == seeds[3]
+    for _, options in asked:
+        assert (options["temperature"], options["top_p"], options["n"]) == (0.7, 0.8, 3)
+
+
+def test_the_references_log_probabilities_have_the_rollouts_temperature():
+    """The reference is the policy, so that the KL is 0. k2 cannot cancel."""
+    args = make_args(temperature=0.7, missing_eos_penalty=0.0, minibatch_size=2, kl_estimator="k2")
+    learners = policy(), scorer()
+    agent = ppo.Agent(*learners, policy(), TOKENIZER, *(SGD(model.parameters(), lr=0.0) for model in learners))
+    score = lambda sampled: torch.arange(len(sampled)).float()
+    _, row = ppo.run_iteration(agent, [REST], score, ppo.fresh_state(), 1, args)
+    assert row["kl/per_response"] == pytest.approx(0, abs=1e-5)
 
 
 # -- runs --------------------------------------------------------------------------------
@@ -692,6 +776,37 @@ def test_a_rollout_of_one_response_logs_no_nan(small, tmp_path, monkeypatch):
     assert not [line for line in lines if "NaN" in line or "Infinity" in line]
     for row in metrics_rows(tmp_path):
         assert row["reward/deviation"] == 0 and "value/explained_variance" not in row
+
+
+class Stopped(Exception):
+    """Ends a run in this process."""
+
+
+@pytest.mark.parametrize("dtype, cap", [("float32", 0.0), ("bfloat16", 2.0)])
+def test_each_model_has_its_learning_rate_and_importance_weights_are_the_default_in_bfloat16(
+    small, tmp_path, monkeypatch, dtype, cap
+):
+    made = []
+
+    def noted(model, lr, args):
+        made.append((hasattr(model, "score"), lr, args.importance_cap))
+        if len(made) == 2:
+            raise Stopped
+        return None
+
+    monkeypatch.setattr(dist, "compute_dtype", dtype)
+    monkeypatch.setattr(dist, "adamw", noted)
+    with pytest.raises(Stopped):
+        ppo.main(ppo.Args(**options_of(small, tmp_path, lr=1e-5, value_lr=2e-5)))
+    assert made == [(False, 1e-5, cap), (True, 2e-5, cap)]
+
+
+def test_the_weights_under_the_adapters_are_the_reference_unless_another_is_given():
+    for reference, expected in ((None, True), ("a", True), ("b", False)):
+        args = ppo.Args(model="a", lora_rank=4, reference=reference)
+        assert ppo.is_lora_on_reference(args) is expected
+        args.lora_rank = 0
+        assert ppo.is_lora_on_reference(args) is False
 
 
 def all_options(small):

@@ -31,7 +31,7 @@ from common.errors import InputError
 from common.data import chat, tiny
 from common.data.files import read_jsonl
 from common.loading import checks, pretrained
-from common.scoring import version_evaluation
+from common.scoring import functions, scorers, version_evaluation
 from common.run import pool
 from common.run.cli import parse
 
@@ -163,12 +163,15 @@ def test_every_epoch_sees_each_block_once_in_its_own_order():
     passes = [sum(steps[i : i + 3], []) for i in (0, 3, 6)]
     assert [sorted(texts) for texts in passes] == [sorted(p.turns[0]["content"] for p in MANY)] * 3
     assert passes[0] != passes[1] != passes[2] != passes[0]
+    other = rs.plan_steps(stages, 2, args)  # nor does another iteration repeat them
+    assert [[document.messages[0]["content"] for (document,) in blocks] for _, blocks in other] != steps
     assert [plan[i][0] for i in (0, 9, 12)] == [args.lr, args.lr / 2, args.lr / 4]  # a stage lower each time
 
 
 # -- a version's evaluation ---------------------------------------------------------------------
-def test_the_chosen_temperature_has_the_best_finished_responses(monkeypatch):
-    """At 0.7 all end and the best of two scores 2; at 1.0 it scores 4, but never ends."""
+@pytest.mark.parametrize("shift", [0, -10])
+def test_the_chosen_temperature_has_the_best_finished_responses(monkeypatch, shift):
+    """At 0.7 all end and the best of two scores 2; at 1.0 it scores 4, but never ends. Also if all scores are lower."""
     said = {0.7: [("ant", True), ("ant ant", True)], 1.0: [("", True), ("ant ant ant ant", False)]}
 
     def sample_responses(model, tokenizer, prompts, *, n, temperature, **options):
@@ -176,12 +179,29 @@ def test_the_chosen_temperature_has_the_best_finished_responses(monkeypatch):
 
     monkeypatch.setattr(responses, "sample_responses", sample_responses)
     args = make_args(eval_prompts=0, sweep_prompts=2, n_samples=2, temperatures=(1.0, 0.7))
-    sweep = version_evaluation.RejectionSamplingEvaluation([A, B, C], scorer_that_notes([]), TOKENIZER, args)
+    score = lambda prompts, texts, rows: [float(len(text.split()) + shift) for text in texts]
+    scorer = scorers.Scorer("words", "1", functions.Term(score))
+    sweep = version_evaluation.RejectionSamplingEvaluation([A, B, C], scorer, TOKENIZER, args)
     evaluation = sweep(tiny_policy(), 0, {})
     assert evaluation["temperature"] == 0.7 and evaluation["samples"] == []
     assert [c["chosen"] for c in evaluation["curves"]] == [False, True]
-    assert [c["max"] for c in evaluation["curves"]] == [[2.0, 4.0], [1.5, 2.0]]  # of 1 and of 2 responses
+    unshifted = [[x - shift for x in c["max"]] for c in evaluation["curves"]]
+    assert unshifted == [[2.0, 4.0], [1.5, 2.0]]  # of 1 and of 2 responses
     assert [c["finished"] for c in evaluation["curves"]] == [0.5, 1.0]
+
+
+def test_temperatures_are_compared_with_top_p_and_versions_answer_without(monkeypatch):
+    asked = []
+
+    def sample_responses(model, tokenizer, prompts, *, n=1, seed, max_new_tokens, slots, **options):
+        asked.append((n, options))
+        return [(p, responses.Response([END], "ant", True)) for p in prompts for _ in range(n)]
+
+    monkeypatch.setattr(responses, "sample_responses", sample_responses)
+    args = make_args(eval_prompts=2, sweep_prompts=2, n_samples=2, temperatures=(0.9, 0.7), top_p=0.8)
+    version_evaluation.RejectionSamplingEvaluation([A, B], scorer_that_notes([]), TOKENIZER, args)(tiny_policy(), 0, {})
+    compared = [(2, {"temperature": temperature, "top_p": 0.8}) for temperature in (0.9, 0.7)]
+    assert asked == [(1, {}), *compared]
 
 
 def test_versions_scored_by_different_scorers_are_not_compared():
@@ -379,7 +399,27 @@ def test_without_a_sweep_the_first_temperature_is_used(small, tmp_path):
     assert (tmp_path / "summary.json").exists()
 
 
+def test_the_pool_is_sampled_at_the_temperature_that_the_evaluation_chose(small, tmp_path, monkeypatch):
+    kind = version_evaluation.RejectionSamplingEvaluation
+    evaluate = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda *given, **named: {**evaluate(*given, **named), "temperature": 0.7})
+    options = {"temperatures": (1.0, 0.7), "sweep_prompts": 0, "eval_prompts": 0, "iterations": 1, "epochs": 0.1}
+    run_here(small, tmp_path, **options)
+    assert {r["temperature"] for r in pool_of(tmp_path / "run")} == {0.7}
+
+
 # -- what is learnt, and from where ------------------------------------------------------
+def test_another_policys_responses_are_learnt_by_the_base_model(small, tmp_path):
+    base, policy = small.folder / "base", small.folder / "sft"
+    options = {**ONE_STEP, "iterations": 1, "eval_prompts": 0, "sweep_prompts": 0}
+    run_here(small, tmp_path, model=str(base), policy=str(policy), **options)
+    pool = pool_of(tmp_path / "run")
+    assert {r["model"] for r in pool} == {str(policy)}
+    (row,) = rows_of(tmp_path / "run", "loss/nll")
+    assert row["loss/nll"] == pytest.approx(plain_nll(base, best_of(pool)), abs=1e-4)
+    assert abs(plain_nll(policy / "model", best_of(pool)) - row["loss/nll"]) > 0.1
+
+
 @pytest.mark.parametrize("start_from, candidates", [("base", "all"), ("last", "last"), ("base", "last")])
 def test_the_loss_is_that_of_the_best_under_the_model_started_from(small, tmp_path, start_from, candidates):
     options = {**ONE_STEP, "start_from": start_from, "candidates": candidates, "prompts_per_iteration": 30}

@@ -1,5 +1,6 @@
 """reward.py in one process: the files of a run, its loss, its variants, resuming, and bad input."""
 
+import functools
 import math
 import re
 import zlib
@@ -11,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from processes import flags
 from helpers import (
-    HELD_OUT, TOKENIZER, Gradients, Plain, as_killed, assert_error,
+    HELD_OUT, TOKENIZER, Gradients, Plain, as_killed, assert_epochs, assert_error,
     assert_same_result, assert_same_step, assert_whole_run, column, comparisons_of, ids, make_small,
-    named, norm_of, read_json, rows_of, sequence_logprob, succeeds, weights, without, write_rows,
+    named, norm_of, read_json, rows_of, sequence_logprob, steps_of, succeeds, weights, without, write_rows,
 )  # fmt: skip
 from helpers import run as run_script
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, pipeline
@@ -288,6 +289,12 @@ def test_a_second_stage_starts_from_the_first_ones_model_and_head(small, undistu
     assert read_json(tmp_path / "bare" / "model" / "config.json")["safety_gate"] is None
     last = rows_of(tmp_path / "bare", "eval/nll")[-1]
     assert {"baseline/sft_logprob_accuracy", "length/correlation"} <= set(last)
+
+
+def test_each_epoch_has_every_comparison_once_with_the_margin_of_its_rating(small, tmp_path, monkeypatch):
+    options = {"sft_model": "tiny", "margin": "large"}
+    steps = assert_epochs(functools.partial(steps_of, reward, 3, small, tmp_path, monkeypatch, **options))
+    assert {(c.rating, c.margins[0, 1].item()) for batch, _ in steps for c in batch} == set(LARGE.items())
 
 
 def test_balance_categories_draws_them_equally_often(small, tmp_path, monkeypatch):

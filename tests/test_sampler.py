@@ -435,6 +435,12 @@ def test_token_frequencies_match_their_probabilities(top_p, vocabulary):
         assert abs(got - share) < 4 * (share * (1 - share) / n) ** 0.5 + 1e-9
 
 
+@pytest.mark.parametrize("top_p, kept", [(0.5, [0.5, 0, 0]), (0.51, [0.5, 0.25, 0]), (0.75, [0.5, 0.25, 0])])
+def test_a_nucleus_ends_with_the_token_that_reaches_top_p_exactly(top_p, kept):
+    probs, ids = sampler._most_likely(torch.tensor([[0.25, 0.5, 0.25]]), top_p, 0)
+    assert probs.tolist() == [kept] and ids[0, 0] == 1
+
+
 @pytest.mark.parametrize("beyond", [-1e-6, 1e-6])
 @pytest.mark.parametrize("error", [-1e-5, 0, 1e-5])
 @pytest.mark.parametrize("size", [5, 1024, 2000])

@@ -208,6 +208,16 @@ def test_every_epoch_sees_each_document_once_in_its_own_order(trained, small, tm
     assert len(set(seen)) == 4  # seed 1 does not begin with an epoch of seed 0
 
 
+def test_half_an_epoch_has_half_of_its_steps(small, tmp_path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(sft, "PLOTS", [])
+    monkeypatch.setattr(sft, "update", lambda model, optimizer, blocks, args: sizes.append(len(blocks)) or (0.5, 1.0))
+    options = {**small.options, "packing": False, "batch_size": 16, "max_steps": None, "epochs": 0.5}  # 126 rows
+    options |= {"eval_every": 0, "save_every": 0, "sample_prompts": 0, "output_dir": str(tmp_path / "run")}
+    sft.main(sft.Args(**options))
+    assert sizes == [16] * 4  # of 8
+
+
 def test_learning_rate_follows_the_schedule_to_the_last_step(trained):
     rates = [row["optim/lr"] for row in rows_of(trained.folder)]
     total = len(rates)
