@@ -563,7 +563,7 @@ def main(args: Args):
     reference = lora.FrozenBase(policy)  # with LoRA, the weights under the policy's adapters
     if not is_lora_on_reference(args):
         reference = pretrained.load_frozen(args.reference or args.model, tokenizer, args, run.device)
-    value = scorers.load_value_model(scorer, policy, tokenizer, prompts, args, run.device)
+    value = scorers.load_value_model(scorer, policy, tokenizer, prompts, args, run.device, run.resumed)
     checks.fit_rows(args, (policy, reference, value))
     if args.importance_cap is None:
         args.importance_cap = 0.0 if policy.compute_dtype == torch.float32 else 2.0

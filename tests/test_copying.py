@@ -46,8 +46,8 @@ def comparison(prompt, better, worse, **more):
     return batches.Comparison([], ["", ""], prompt, both, torch.tensor([0, 1]), "", None, **more)
 
 
-def score(pairs):  # the share of even tokens
-    return [sum(token % 2 == 0 for token in response.ids) / len(response.ids) for _, response in pairs]
+def score(sampled):  # the share of even tokens
+    return [sum(token % 2 == 0 for token in response.ids) / len(response.ids) for _, response in sampled]
 
 
 prompts = [responses.Prompt(ids, [{"role": "user", "content": str(ids)}], batches.Row("", {}))
@@ -88,11 +88,11 @@ for step in range(30):
 args, model = Args(n_samples=16, max_new_tokens=8, max_length=32, batch_size=2, lr=1e-3, epochs=3), load()
 optimizer = dist.adamw(model, args.lr, args)
 for iteration in range(1, 9):
-    pairs = responses.answers(model, tokenizer, prompts, args, seed=iteration, n=args.n_samples)  # 1. sample
-    pairs = [(prompt, response._replace(finished=True)) for prompt, response in pairs]  # none ends by itself yet
-    scores = score(pairs)  # 2. score
-    places, _ = select(pairs, scores)  # 3. select
-    plan = plan_steps([responses.documents([pairs[i] for i in places])], iteration, args)  # 4. fine-tune
+    sampled = responses.answers(model, tokenizer, prompts, args, seed=iteration, n=args.n_samples)  # 1. sample
+    sampled = [(prompt, response._replace(finished=True)) for prompt, response in sampled]  # none ends by itself yet
+    scores = score(sampled)  # 2. score
+    places, _ = select(sampled, scores)  # 3. select
+    plan = plan_steps([responses.documents([sampled[i] for i in places])], iteration, args)  # 4. fine-tune
     for step, row in fine_tune(model, optimizer, plan, range(1, len(plan) + 1), args):
         pass
     values.append(sum(scores) / len(scores))
@@ -106,7 +106,7 @@ optimizers = dist.adamw(policy, 1e-3, args), dist.adamw(value, 1e-3, args)
 agent = Agent(policy, value, reference.requires_grad_(False), tokenizer, *optimizers)
 state = fresh_state()
 for iteration in range(1, 9):
-    scores = lambda pairs: torch.tensor(score(pairs))
+    scores = lambda sampled: torch.tensor(score(sampled))
     rollout, row = run_iteration(agent, prompts, scores, state, iteration, args)
     values.append(row["reward/score"])
 """,
@@ -115,10 +115,10 @@ args = Args(max_new_tokens=8, max_length=32, n_samples=16, batch_size=4, epochs=
 policy, reference = load(), load()
 reference.load_state_dict(policy.state_dict())
 for iteration in range(1, 9):
-    pairs = responses.answers(policy, tokenizer, prompts, args, seed=iteration, n=args.n_samples)  # 1. sample
-    pairs = [(prompt, response._replace(finished=True)) for prompt, response in pairs]  # none ends by itself yet
-    scores = score(pairs)  # 2. score
-    chosen, _ = best_against_worst(pairs, scores, iteration, args)  # 3. pair
+    sampled = responses.answers(policy, tokenizer, prompts, args, seed=iteration, n=args.n_samples)  # 1. sample
+    sampled = [(prompt, response._replace(finished=True)) for prompt, response in sampled]  # none ends by itself yet
+    scores = score(sampled)  # 2. score
+    chosen, _ = best_against_worst(sampled, scores, iteration, args)  # 3. pair
     chosen = with_reference(chosen, pair_logprobs(reference, chosen, args))  # 4. learn
     plan, optimizer = plan_steps(chosen, iteration, args), dist.adamw(policy, args.lr, args)
     for step, row in learn(policy, optimizer, plan, range(1, len(plan) + 1), args):

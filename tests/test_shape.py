@@ -131,6 +131,6 @@ def test_scripts_and_common_keep_their_budgets_of_code_lines():
     # that are made once 30, --shard-size 12, RewardBench 2's rule for ties 37, LoRA's frozen weights in bfloat16 and
     # --slots from free memory 45, gains apart for hazards and rehearsal at random 24, few shapes of decoding steps 7,
     # the sampler's distribution against the trained one in DPO 16, prompts shared by PPO 39, CUDA graphs 58, e(x)'s
-    # correlation with r 2, weights between bfloat16's numbers 20, V in the units of normalised rewards 11; less 27,
+    # correlation with r 2, weights between bfloat16's numbers 20, V in the units of normalised rewards 16; less 27,
     # since comparisons are batches of documents
-    assert sum(map(n_code_lines, FILES.values())) <= 6501
+    assert sum(map(n_code_lines, FILES.values())) <= 6506

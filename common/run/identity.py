@@ -22,7 +22,7 @@ REFUSED = (  # patterns of "script: input". A change of these is refused; a chan
     "ppo: (content|function) of --(safety-)?scorer",
     "ai_feedback: content of --dataset",
     ".*: (lora_rank|freeze_layers)",
-    "(rejection_sampling|dpo_iterative): max_length",  # the pool's responses may be longer
+    "(rejection_sampling|dpo_iterative|cpl): max_length",  # the pool's responses may be longer
 )
 
 

@@ -19,14 +19,14 @@ SAMPLE_METRICS = {  # metric -> the column of samples.jsonl that it is the mean 
 }  # fmt: skip
 
 
-def describe_samples(pairs, dataset: str, **columns) -> list[dict]:
-    """Turn (prompt, response) pairs into rows of samples.jsonl, with the true reward in the tiny world.
+def describe_samples(sampled, dataset: str, **columns) -> list[dict]:
+    """Turn a list of (prompt, response) into rows of samples.jsonl, with the true reward in the tiny world.
 
-    columns: {name: one value per pair, or None}. With a column `score`, rows have the prompt's category
+    columns: {name: one value per response, or None}. With a column `score`, rows have the prompt's category
     too."""
     rows = []
     true_reward = mixtures.is_tiny(dataset)
-    for i, (prompt, response) in enumerate(pairs):
+    for i, (prompt, response) in enumerate(sampled):
         row = {"prompt": prompt.turns, "response": response.text}
         row.update(tokens=len(response.ids), finished=response.finished)
         row.update({name: values[i] for name, values in columns.items() if values})

@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import itertools
 import json
+import math
 import re
 import statistics
 from pathlib import Path
@@ -235,14 +236,17 @@ def check_prompts(scorer, prompts):
             _encode(scorer, prompt, responses.Response([], "The answer is 1.", True), end)
 
 
-def load_value_model(gated, policy, tokenizer, prompts, args, device):
+def load_value_model(gated, policy, tokenizer, prompts, args, device, resumed=False):
     """Load the value model of ppo.py, initialised from the scorer.
 
     Reward model: its body and head. Advantage model: its body and the row of its head that gives r, with bias
-    -mean e(x) over some prompts, both times 1 - K / N as the score is (models.scores_of). --reward-norm gives
-    the rewards mean 0 and deviation 1, so the head is shifted and scaled alike, by the scores of 64 responses
-    of the policy: a reward model's offset and unit are arbitrary, and value clipping would let V leave them
-    only slowly. Function, or model with other tokens: the first policy's body and a head of zeros."""
+    -mean e(x) over some prompts, both times 1 - K / N as the score is (models.scores_of). Unless
+    --reward-norm is none, rewards are shifted to mean 0 and, unless it is mean, scaled to deviation 1. So the
+    head is shifted and scaled alike, by the scorer's scores of 64 responses of the policy: a reward model's
+    offset and unit are arbitrary, and value clipping would let V leave them only slowly. Function, or model
+    with other tokens: the first policy's body and a head of zeros.
+
+    resumed: True leaves out what needs forwards, because a checkpoint replaces the weights."""
     scorer = gated.scorer
     checkpointing = args.gradient_checkpointing
     if scorer.function or not scorer.same_tokens:
@@ -252,16 +256,20 @@ def load_value_model(gated, policy, tokenizer, prompts, args, device):
     model = pretrained.load_scorer(args.scorer, tokenizer, scorer.model.config.num_labels, checkpointing)
     head = torch.nn.Linear(model.score.in_features, 1, device=model.score.weight.device)
     scale, shift = 1.0, 0.0
-    if model.config.num_labels == 2:
+    if model.config.num_labels == 2 and not resumed:
         loss_settings = model.config.advantage_model
         scale = 1 - loss_settings["n_others"] / loss_settings["n_policies"]
         shift = scale * mean_expected_reward(scorer, mixtures.random_subset(prompts, 256), args, device)
-    if args.reward_norm != "none":
+    if args.reward_norm != "none" and not resumed:
         few = mixtures.random_subset(prompts, 64)
-        seed = dist.seed_of(args.seed, "value")
-        sampled = responses.answers(policy, tokenizer, few, args, seed, temperature=args.temperature)
+        sampled = responses.sample_responses(
+            policy, tokenizer, few, n=math.ceil(64 / len(few)), seed=dist.seed_of(args.seed, "value"),
+            max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p,
+            slots=min(16, args.slots or 16),  # without --slots, the number is chosen once all is loaded
+        )  # fmt: skip
         scores = torch.tensor(score(scorer, sampled, args.score_batch_size))
-        unit = 1.0 if args.reward_norm == "mean" else max(scores.std(correction=0).item(), 1e-4)
+        deviation = scores.std(correction=0).item()
+        unit = deviation if args.reward_norm != "mean" and deviation > 1e-4 else 1.0
         scale /= unit
         shift = (shift + scores.mean().item()) / unit
     with torch.no_grad():
