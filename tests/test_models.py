@@ -924,7 +924,7 @@ def one_update(name, script):
     load = pretrained.load_scorer if n_outputs else pretrained.load_policy
     model = dist.shard(load("tiny", tokenizer, *[n_outputs] if n_outputs else []), torch.device("cpu"))
     given = {
-        "model": model, "optimizer": dist.adamw(model, 1e-3, args), "batch": pairs, "pairs": pairs, "extra": {},
+        "model": model, "optimizer": dist.adamw(model, 1e-3, args), "comparisons": pairs, "pairs": pairs, "extra": {},
         "blocks": [[document] for document in documents], "minibatch": [0, 1, 2], "policy_learns": True, "args": args,
     }  # fmt: skip
     if name == "ppo":
