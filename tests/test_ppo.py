@@ -1253,19 +1253,19 @@ def test_bad_input_ends_with_one_line(small, tmp_path, options, words):
 @pytest.fixture
 def cut(small, tmp_path, monkeypatch):
     """(the rollouts of which responses end, more options) -> a run in this process."""
-    sample = responses.sample_responses
+    sample = responses.answers  # of rollouts and evaluations, not of the value model's units
     monkeypatch.setattr(ppo, "PLOTS", [])
 
     def go(whole, **options):
         rollouts = iter(range(1, 99))
 
-        def sample_cut(policy, tokenizer, prompts, n=1, **rest):
-            pairs = sample(policy, tokenizer, prompts, n=n, **rest)
+        def sample_cut(policy, tokenizer, prompts, args, seed, n=1, **rest):
+            sampled = sample(policy, tokenizer, prompts, args, seed, n=n, **rest)
             evaluates = n == 1
             ended = evaluates or next(rollouts) in whole
-            return pairs if ended else [(p, r._replace(finished=False)) for p, r in pairs]
+            return sampled if ended else [(p, r._replace(finished=False)) for p, r in sampled]
 
-        monkeypatch.setattr(responses, "sample_responses", sample_cut)
+        monkeypatch.setattr(responses, "answers", sample_cut)
         ppo.main(ppo.Args(**options_of(small, tmp_path, **{**SHORT, "prompts_per_iteration": 4, **options})))
 
     return go
