@@ -218,8 +218,8 @@ RECIPES = {
     "rlhf_workflow": (
         "RLHF Workflow's SFT of Llama-3-8B; give --chat-template docs/templates/llama3.jinja",
         replace(
-            LARGE, model="meta-llama/Meta-Llama-3-8B", dataset="RLHFlow/RLHFlow-SFT-Dataset-ver2",  # theirs
-            # section 3.1; the last line is from the authors' code
+            LARGE, model="meta-llama/Meta-Llama-3-8B", dataset="RLHFlow/RLHFlow-SFT-Dataset-ver2",
+            # section 3.1; the data above are the authors', the last line is from their code
             epochs=1.0, warmup_ratio=0.03, lr_schedule="cosine", batch_size=32, max_length=8192,
             lr=2e-5, weight_decay=0.0, max_grad_norm=1.0,
         ),
@@ -228,7 +228,7 @@ RECIPES = {
         "RLHF Workflow's pairwise preference model, on the rows of python -m common.programs.pairwise",
         replace(
             LARGE, model="meta-llama/Meta-Llama-3-8B-Instruct", dataset="runs/pairs/train.jsonl",
-            epochs=1.0, lr_schedule="cosine", batch_size=128, max_length=3072,  # section 2.2
+            epochs=1.0, lr_schedule="cosine", batch_size=128, max_length=3072,  # 2.2, like the warm-up
             eval_dataset="runs/pairs/held_out.jsonl", sample_prompts=0, lr=5e-6,  # lr: the authors' code
         ),
     ),

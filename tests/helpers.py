@@ -132,14 +132,14 @@ def norm_of(gradients):
     return math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
 
 
-def steps_of(script, n_figures, small, folder, monkeypatch, **options):
+def steps_of(script, n_results, small, folder, monkeypatch, **options):
     """[(comparisons, learning rate)] of a run of reward.py or advantage_model.py on 10 pairs with all ratings, in
-    which nothing learns. n_figures: the numbers that its `update` returns."""
+    which nothing learns. n_results: how many numbers its `update` returns."""
     steps, given = [], {**small.options, "max_steps": None, "eval_every": 0, "save_every": 0, "length_prompts": 0}
 
     def update(model, optimizer, batch, args):
         steps.append((batch, optimizer.param_groups[0]["lr"]))
-        return [0.5] * n_figures
+        return [0.5] * n_results
 
     monkeypatch.setattr(script, "update", update)
     monkeypatch.setattr(script.plots, "scorer", lambda folder: None)

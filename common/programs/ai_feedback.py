@@ -614,10 +614,9 @@ def main(args: Args):
         for chunk in todo:
             shares = split(chunk, size)[dist.rank() :: dist.world_size()]  # a group stays on one rank
             my_items = [item for share in shares for item in share]
-            results = zip(my_items, TASKS[args.task](my_items, labeler, principles, args))
-            new = [{**item.begin, **result} for item, result in results]
+            results = list(zip(my_items, TASKS[args.task](my_items, labeler, principles, args)))
             dist.barrier()  # a labeler may be slow on some ranks, longer than the timeout of a collective
-            new = dist.gather(new)
+            new = dist.gather([{**item.begin, **result} for item, result in results])
             rows += new
             if dist.is_main():
                 files.append_jsonl(path, new)

@@ -261,23 +261,29 @@ def load_value_model(gated, policy, tokenizer, prompts, args, device, resumed=Fa
         scale = 1 - loss_settings["n_others"] / loss_settings["n_policies"]
         shift = scale * mean_expected_reward(scorer, mixtures.random_subset(prompts, 256), args, device)
     if args.reward_norm != "none" and not resumed:
-        few = mixtures.random_subset(prompts, 64)
-        sampled = responses.sample_responses(
-            policy, tokenizer, few, n=math.ceil(64 / len(few)), seed=dist.seed_of(args.seed, "value"),
-            max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p,
-            slots=min(16, args.slots or 16),  # without --slots, the number is chosen once all is loaded
-        )  # fmt: skip
-        scores = torch.tensor(score(scorer, sampled, args.score_batch_size))
-        deviation = scores.std(correction=0).item()
-        unit = deviation if args.reward_norm != "mean" and deviation > 1e-4 else 1.0
-        scale /= unit
-        shift = (shift + scores.mean().item()) / unit
+        mean, unit = offset_and_unit(scorer, policy, tokenizer, prompts, args)
+        scale, shift = scale / unit, (shift + mean) / unit
     with torch.no_grad():
         head.weight.copy_(scale * model.score.weight[:1])
         head.bias.fill_(-shift if model.score.bias is None else scale * model.score.bias[0] - shift)
     model.score = head
     model.config.num_labels = 1
     return dist.shard(model, device)
+
+
+def offset_and_unit(scorer, policy, tokenizer, prompts, args) -> tuple[float, float]:
+    """Return the mean and the deviation of a scorer's scores of 64 responses of the policy.
+
+    Instead of the deviation it returns 1 with --reward-norm mean, or if all scores are equal."""
+    few = mixtures.random_subset(prompts, 64)
+    sampled = responses.sample_responses(
+        policy, tokenizer, few, n=math.ceil(64 / len(few)), seed=dist.seed_of(args.seed, "value"),
+        max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p,
+        slots=min(16, args.slots or 16),  # without --slots, the number is chosen once all is loaded
+    )  # fmt: skip
+    scores = torch.tensor(score(scorer, sampled, args.score_batch_size))
+    deviation = scores.std(correction=0).item()
+    return scores.mean().item(), deviation if args.reward_norm != "mean" and deviation > 1e-4 else 1.0
 
 
 @torch.no_grad()
