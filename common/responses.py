@@ -51,20 +51,22 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
 
     prompts: token ids. options: keyword arguments of sampler.sample.
     A response ends at the tokenizer's end-of-sequence token, or at one of the generation config's if that has
-    a list of them (chat models often end turns and texts with different tokens).
+    a list of them (chat models often end turns and texts with different tokens). Rows of the embeddings
+    beyond the tokenizer's last id are never drawn.
     Raises InputError if the model cannot be sampled."""
     if not prompts:
         return []
     end_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     stop = sorted({tokenizer.eos_token_id, *(end_ids if isinstance(end_ids, list) else ())})
+    size = 1 + max(tokenizer.get_vocab().values())
     pad_id = tokenizer.pad_token_id  # looked up once: for each token it would take a third of this function
     try:
-        rollout = sample(model, prompts, n=n, stop_ids=stop, pad_id=pad_id, **options)
+        rollout = sample(model, prompts, n=n, stop_ids=stop, pad_id=pad_id, vocab_size=size, **options)
     except ValueError as error:  # for example a model with a cache of its own kind
         raise InputError(f"{error}: this model cannot be sampled") from None
     responses = []
-    added = tokenizer.added_tokens_decoder
-    special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+    added = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+    special = {*tokenizer.all_special_ids, *added}
     lengths = rollout.sample_mask.sum(1).tolist()
     finished = rollout.finished.tolist()
     drawn = zip(rollout.response_tokens.tolist(), rollout.sample_logprobs.tolist(), lengths, finished)

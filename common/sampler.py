@@ -63,7 +63,7 @@ class Rollout(NamedTuple):
 @torch.no_grad()
 def sample(
     model, prompts, *, n=1, max_new_tokens, stop_ids, pad_id,
-    temperature=1.0, top_p=1.0, top_k=0, slots=64, seed=None, progress=False,
+    temperature=1.0, top_p=1.0, top_k=0, vocab_size=0, slots=64, seed=None, progress=False,
 ):  # fmt: skip
     """Draw n responses to each prompt and return them as a Rollout on the model's device.
 
@@ -77,6 +77,8 @@ def sample(
     temperature: divides the logits; 0 is greedy.
     top_k: keep this number of most likely tokens; 0 keeps all.
     top_p: of these, keep the smallest set of most likely tokens whose probability reaches top_p; 1 keeps all.
+    vocab_size: draw only ids below it; 0: any id that has a logit. Embeddings often have more rows than
+      there are tokens, and an id that is no token may be out of range for a smaller model of the family.
     slots: rows that decode together. Memory grows with slots * (longest prompt + max_new_tokens).
     seed: seeds a generator used by this call only; None uses torch's global generator. A row's draws depend
       on the rows that decode with it: the same call repeats exactly, but a different number of slots does
@@ -85,13 +87,13 @@ def sample(
     progress: True shows a tqdm bar; or pass an object with an `update(n)` method.
     Raises ValueError for arguments out of range, unsupported models and NaN logits."""
     usable = {
-        "n": n >= 1, "max_new_tokens": max_new_tokens >= 1, "slots": slots >= 1,
-        "temperature": temperature >= 0, "top_p": 0 < top_p <= 1, "top_k": top_k >= 0,
+        "n": n >= 1, "max_new_tokens": max_new_tokens >= 1, "slots": slots >= 1, "top_p": 0 < top_p <= 1,
+        "temperature": temperature >= 0, "top_k": top_k >= 0, "vocab_size": vocab_size >= 0,
     }  # fmt: skip
     if not all(usable.values()):
         raise ValueError(f"sample: out of range: {[name for name in usable if not usable[name]]}")
     prompts = token_ids(prompts)
-    choice = (temperature, top_p, top_k)
+    choice = (temperature, top_p, top_k, vocab_size)
     is_one = isinstance(stop_ids, int) or getattr(stop_ids, "ndim", 1) == 0  # int, numpy or torch scalar
     stop_ids = [] if stop_ids is None else [stop_ids] if is_one else stop_ids
     with _sampling(model):
@@ -101,7 +103,7 @@ def sample(
 
 def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, seed, progress):
     """Run the sampling loop; the arguments are those of `sample`, checked and unpacked."""
-    temperature, top_p, top_k = choice
+    temperature, top_p, top_k, vocab_size = choice
     device = next(model.parameters()).device
     n_rows = len(prompts) * n
     slots = min(slots, n_rows)
@@ -147,7 +149,7 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
             prefilled = prefilled if waiting else None
 
         # choose
-        token, logprob = choose(logits, temperature, top_p, top_k, generator)
+        token, logprob = choose(logits[:, : vocab_size or None], temperature, top_p, top_k, generator)
         if hasattr(model, "agree_on"):  # several ranks run one model, see tensor_parallel.py
             model.agree_on(token)
             model.agree_on(logprob)
@@ -565,8 +567,7 @@ def check_attention(config, model_class=None):
     """Raise ValueError unless all cache layers of a model with this text config are among LAYERS."""
     layers = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
     if not cache_argument(config, model_class) or not layers <= set(LAYERS):
-        kind = config.model_type
-        raise ValueError(f"sample: {kind} keeps what it has read in a way that the sampler does not know")
+        raise ValueError(f"sample: the sampler does not know how {config.model_type} keeps what it has read")
 
 
 def cache_argument(config, model_class=None):
@@ -598,7 +599,7 @@ def _check_model(model, prompts, max_new_tokens):
     size = min(16 + max([window for window in windows if window <= SMALL_WINDOW], default=0), room)
     row_of = lambda length: [(7 * i + length) % config.vocab_size for i in range(length)]
     rows = list(map(row_of, (size - 4, size - 6, size // 2)))
-    rollout = _sample(model, rows, 1, 4, [], 0, (1.0, 1.0, 0), slots=3, seed=0, progress=False)
+    rollout = _sample(model, rows, 1, 4, [], 0, (1.0, 1.0, 0, 0), slots=3, seed=0, progress=False)
     for row, tokens, logprobs in zip(rows, rollout.response_tokens, rollout.sample_logprobs):
         ids = torch.cat([torch.tensor(row, device=tokens.device), tokens])[None]
         logits = model(input_ids=ids, use_cache=False).logits[0, len(row) - 1 : -1]

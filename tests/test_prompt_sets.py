@@ -378,6 +378,18 @@ def test_sampling_stops_at_each_end_token_and_an_export_keeps_them(tmp_path, mon
     assert one.generation_config.eos_token_id == EOS and asked[1] == (1, [EOS])
 
 
+def test_rows_of_the_embeddings_that_are_no_tokens_are_not_sampled():
+    """Qwen2.5's policy of 7B has 128 rows more than the reward model of 0.5B, for which they are out of range."""
+    model = pretrained.load_policy("tiny", TOKENIZER)
+    model.resize_token_embeddings(len(TOKENIZER) + 8, mean_resizing=False)
+    with torch.no_grad():
+        head = model.get_output_embeddings().weight
+        head[len(TOKENIZER) :] = head[EOS]  # each as likely as the end
+    drawn = responses.my_responses(model, TOKENIZER, [[1, 4, 9]], n=200, max_new_tokens=30, seed=0)
+    assert any(EOS in response.ids for response in drawn)
+    assert all(i < len(TOKENIZER) for response in drawn for i in response.ids)
+
+
 @pytest.mark.parametrize("name", ["sft", "reward", "advantage_model", "common.programs.rehearsal"])
 def test_slots_reach_the_sampler(tmp_path, monkeypatch, name):
     def sample(model, prompts, *, slots, **options):

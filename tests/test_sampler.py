@@ -415,6 +415,23 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(llama, settings):
         assert (out.sample_logprobs[i][~out.sample_mask[i]] == 0).all()
 
 
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0}, {"top_k": 20}, {"top_p": 0.9}], ids=str)
+def test_only_ids_below_vocab_size_are_drawn(llama, settings):
+    """Log probabilities are those among these ids."""
+    prompts, options = prompts_of([5, 9]), {"max_new_tokens": 12, "stop_ids": [], "pad_id": 0, "seed": 1}
+    everything = sample(llama, prompts, n=8, **options, **settings)
+    assert everything.response_tokens.max() >= 5
+    out = sample(llama, prompts, n=8, vocab_size=5, **options, **settings)
+    assert out.response_tokens.max() < 5
+    if not settings:
+        input_ids, _, action_mask = sampler.join(prompts, out)
+        all_logprobs = llama(input_ids, use_cache=False).logits[:, :-1, :5].log_softmax(-1)
+        want = all_logprobs.gather(-1, input_ids[:, 1:, None].clamp(max=4))[..., 0]
+        torch.testing.assert_close(
+            out.sample_logprobs[out.sample_mask], want[action_mask], atol=1e-4, rtol=1e-4
+        )
+
+
 @pytest.mark.parametrize("top_p, vocabulary", [(1.0, 7), (0.7, 7), (0.5, 3000)])
 def test_token_frequencies_match_their_probabilities(top_p, vocabulary):
     """vocabulary 3000 is nearly flat: its nucleus is larger than the part of it that is ranked first."""
@@ -567,6 +584,7 @@ def test_bf16_weights_whose_logits_are_fp32_sample():
         *(({"temperature": value}, "temperature") for value in (-1.0, float("nan"))),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -1}, "top_k"),
+        ({"vocab_size": -1}, "vocab_size"),
         ({"prompts": [[3] * 100], "max_new_tokens": 29}, "129 tokens, llama has 128 positions"),
     ],
 )
