@@ -130,7 +130,7 @@ class Args:
     """Dtype of the weights in model/. bfloat16 halves the file but rounds away much of what training in
     float32 changed; held-out metrics before and after rounding are then printed."""
     seed: int = 0
-    """Seed of the data order, the samples and a new head's weights."""
+    """Seed of the data order, the samples, a new head's weights and, for tiny, all initial weights."""
     resume: bool = False
     """Continue from the last checkpoint in output_dir; start a new run if there is none."""
     overwrite: bool = False
@@ -229,8 +229,9 @@ def main(args: Args):
     if run.finished:
         return
 
-    # data: comparisons, the same on every rank, without equal, tied or contradictory ones; with ratios to the
-    # K other policies, and with samples of the policy for the regression of e
+    # data: comparisons, the same on every rank, without equal or contradictory ones, and without
+    # ties but for soft labels of 1/2; with ratios to the K other policies, and with samples of the policy for
+    # the regression of e
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
     policy = reward_evaluation.check_sft_model(args.policy, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)

@@ -11,8 +11,8 @@ it forgot.
 
 For each prompt the response with the highest score in the pool is selected; with thresholds, all responses
 that reach them. Differences from the paper: responses that did not end within max_new_tokens, have no words
-or contain a special token are never selected; equal responses to a prompt count once; and a prompt is left
-out if all its responses, two or more, have the lowest score in the pool.
+or contain a special token are never selected; equal responses to a prompt count once; and without thresholds
+a prompt is left out if all its responses, two or more, have the lowest score of all candidates.
 
 Reads a policy, a scorer and prompts. Writes runs/rejection_sampling: pool.jsonl (every response sampled for
 selection), versions/ (each iteration's model and its results on held-out prompts), model/ (the last version),
@@ -80,7 +80,8 @@ class Args:
     prompts_per_iteration: int | None = 500
     """Prompts per round; prompts that were not used yet come first. None: all."""
     n_samples: int = 8
-    """K, the responses per prompt; 0: no sampling, --model learns from the last iteration of --pool."""
+    """K, the responses per prompt; 0: no sampling, --model learns from the responses of --pool (with
+    --candidates last, from those of its last iteration)."""
     temperatures: tuple[float, ...] = (0.4, 0.55, 0.7)
     """Sampling temperatures, compared on held-out prompts before each round; the one with the highest
     expected best of K is used."""
@@ -156,9 +157,9 @@ def select(sampled, scores, threshold=None):
     """Select the best response to each prompt, or with a threshold (ReST) every response that reaches it.
 
     Responses that did not end, have no words or contain a special token are never selected; of equal
-    responses the first counts. A prompt with two or more responses is left out if all have the lowest score
-    in the pool: its best response is as bad as its worst. (With scores of 0 and 1, its best would be a wrong
-    answer.)
+    responses the first counts. Without a threshold, a prompt with two or more responses is left out if all
+    have the lowest of these scores: its best response is as bad as its worst. (With scores of 0 and 1, its
+    best would be a wrong answer.)
 
     sampled: [(prompt, response)]. scores: one number for each.
     Returns (indices into `sampled`, number of prompts left out)."""
@@ -322,7 +323,7 @@ def main(args: Args):
     run.begin(plan=plan_of(n_prompts, prompts, args), held_out=versions.evaluate.fingerprint)
     pool = Pool(run, pool_rows)
     newest = max((row["iteration"] for row in pool.rows), default=0)
-    # Iterations are counted on from the pool's. Without sampling, the pool's last one is selected from again
+    # Iterations are counted on from the pool's. Without sampling, the pool's last one is run again
     if not args.n_samples:
         newest = max(0, newest - 1)
     versions.begin(newest)

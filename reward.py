@@ -119,7 +119,7 @@ class Args:
     """Dtype of the weights in model/. bfloat16 halves the file but rounds away much of what training in
     float32 changed; held-out metrics before and after rounding are then printed."""
     seed: int = 0
-    """Seed of the data order, the samples and a new head's weights."""
+    """Seed of the data order, the samples, a new head's weights and, for tiny, all initial weights."""
     resume: bool = False
     """Continue from the last checkpoint in output_dir; start a new run if there is none."""
     overwrite: bool = False
@@ -180,7 +180,8 @@ def main(args: Args):
     if run.finished:
         return
 
-    # data: comparisons, the same on every rank, without equal, tied or contradictory ones
+    # data: comparisons, the same on every rank, without equal or contradictory ones, and without
+    # ties but for soft labels of 1/2
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
     sft_model = reward_evaluation.check_sft_model(args.sft_model, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)

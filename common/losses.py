@@ -124,7 +124,7 @@ def advantage_score(scores, expected_scores, ratios=None, n_policies=None):
     """Compute the Advantage Model's score: how much better a response is than the policy's expected reward.
 
     a = scores - ((N - K) / N) * expected_scores - (1 / N) sum_{k=1..K} ratios[:, k] * scores
-    (Advantage Model, arXiv:2309.10202, eq. 8; N and K are its hyper-parameters.)
+    (Advantage Model, arXiv:2309.10202, eq. 8; N is a hyper-parameter, K the number of other policies.)
 
     scores: (n,), r(x, y), reward units, gradient flows.
     expected_scores: (n,), e(x), the policy's expected reward on the same prompt, gradient flows.
@@ -215,8 +215,9 @@ def gae(rewards, values, action_mask, gamma=1.0, lam=0.95):
 
     delta_t = rewards_t + gamma * values_{t+1} - values_t
     advantages_t = delta_t + gamma * lam * advantages_{t+1},  returns_t = advantages_t + values_t
-    (Schulman et al., arXiv:1506.02438, eq. 16; Llama 2 and Qwen train PPO with it.) Values and advantages
-    after the last token of a response are 0, whether the response ended or was cut.
+    (Schulman et al., arXiv:1506.02438, eq. 16. Llama 2 and Qwen do not say how they estimate advantages; PPO
+    usually does so.) Values and advantages after the last token of a response are 0, whether the response
+    ended or was cut.
 
     rewards: (B, T-1), reward units, for the action at t.
     values: (B, T-1), reward units, of the state in which that action is taken.

@@ -10,6 +10,7 @@ The pool is a list of rows, the same on every rank, and the file `output_dir`/po
     chunk                            number of the chunk of prompts that it was sampled in
     score, scorer                    score, and version of the scorer; null until it is scored
     written                          text with special tokens, only if there are any before the end
+    parts                            in the last row, if a function returns parts of its scores: their means
 """
 
 import collections

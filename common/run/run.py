@@ -1,7 +1,7 @@
 """Start and end a script, and manage its run directory. This is the same in all scripts.
 
 A run directory (`output_dir`) holds args.json, metrics.jsonl, samples.jsonl, *.png, checkpoint/, model/ and
-summary.json. The summary is written last: a run is finished if and only if it has one.
+summary.json. Only the plots are written after the summary: a run is finished if and only if it has one.
 """
 
 import contextlib

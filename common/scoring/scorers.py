@@ -242,8 +242,9 @@ def load_value_model(gated, policy, tokenizer, prompts, args, device, resumed=Fa
     Reward model: its body and head. Advantage model: its body and the row of its head that gives r, with bias
     -mean e(x) over some prompts, both times 1 - K / N as the score is (models.scores_of). Unless
     --reward-norm is none, rewards are shifted to mean 0 and, unless it is mean, scaled to deviation 1. So the
-    head is shifted and scaled alike, by the scorer's scores of 64 responses of the policy: a reward model's
-    offset and unit are arbitrary, and value clipping would let V leave them only slowly. Function, or model
+    head is shifted and scaled alike, by the scorer's scores of some responses of the policy: a reward model's
+    offset and unit are arbitrary, and value clipping would let V leave them only slowly. (The safety gate is
+    left out: V starts as the normalised score of helpfulness.) Function, or model
     with other tokens: the first policy's body and a head of zeros.
 
     resumed: True leaves out what needs forwards, because a checkpoint replaces the weights."""
@@ -272,7 +273,7 @@ def load_value_model(gated, policy, tokenizer, prompts, args, device, resumed=Fa
 
 
 def offset_and_unit(scorer, policy, tokenizer, prompts, args) -> tuple[float, float]:
-    """Return the mean and the deviation of a scorer's scores of 64 responses of the policy.
+    """Return the mean and the deviation of a scorer's scores of at least 64 responses of the policy.
 
     Instead of the deviation it returns 1 with --reward-norm mean, or if all scores are equal."""
     few = mixtures.random_subset(prompts, 64)
