@@ -229,9 +229,8 @@ def main(args: Args):
     if run.finished:
         return
 
-    # data: comparisons, the same on every rank, without equal or contradictory ones, and without
-    # ties but for soft labels of 1/2; with ratios to the K other policies, and with samples of the policy for
-    # the regression of e
+    # data: comparisons, the same on every rank, without equal or contradictory ones; the only ties are soft
+    # labels of 1/2. With ratios to the K other policies, and samples of the policy for the regression of e
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
     policy = reward_evaluation.check_sft_model(args.policy, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)

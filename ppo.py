@@ -555,8 +555,8 @@ def main(args: Args):
         prompts = splits.without_prompts_of(prompts, extra_data["rehearsal"], args.dataset)
     check_data(prompts, held_out, args)
 
-    # models: policy and value model learn. If possible, the value model starts as a copy of the scorer, in the
-    # unit of the normalised rewards
+    # models: policy and value model learn. If possible, the value model starts as a copy of the scorer, in
+    # units of the normalised rewards
     scorer = safety.load_gated(args, tokenizer, run.device)
     for each in (scorer.scorer, scorer.safety):
         scorers.check_prompts(each, [*prompts, *held_out])

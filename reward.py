@@ -180,8 +180,8 @@ def main(args: Args):
     if run.finished:
         return
 
-    # data: comparisons, the same on every rank, without equal or contradictory ones, and without
-    # ties but for soft labels of 1/2
+    # data: comparisons, the same on every rank, without equal or contradictory ones; the only ties are soft
+    # labels of 1/2
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
     sft_model = reward_evaluation.check_sft_model(args.sft_model, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)

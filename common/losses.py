@@ -215,9 +215,8 @@ def gae(rewards, values, action_mask, gamma=1.0, lam=0.95):
 
     delta_t = rewards_t + gamma * values_{t+1} - values_t
     advantages_t = delta_t + gamma * lam * advantages_{t+1},  returns_t = advantages_t + values_t
-    (Schulman et al., arXiv:1506.02438, eq. 16. Llama 2 and Qwen do not say how they estimate advantages; PPO
-    usually does so.) Values and advantages after the last token of a response are 0, whether the response
-    ended or was cut.
+    (Schulman et al., arXiv:1506.02438, eq. 16, the usual way in PPO; Llama 2 and Qwen do not name theirs.)
+    Values and advantages after the last token of a response are 0, whether the response ended or was cut.
 
     rewards: (B, T-1), reward units, for the action at t.
     values: (B, T-1), reward units, of the state in which that action is taken.

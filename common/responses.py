@@ -58,10 +58,10 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
         return []
     end_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     stop = sorted({tokenizer.eos_token_id, *(end_ids if isinstance(end_ids, list) else ())})
-    size = 1 + max(tokenizer.get_vocab().values())
+    vocab_size = 1 + max(tokenizer.get_vocab().values())  # not len(tokenizer): ids may have gaps
     pad_id = tokenizer.pad_token_id  # looked up once: for each token it would take a third of this function
     try:
-        rollout = sample(model, prompts, n=n, stop_ids=stop, pad_id=pad_id, vocab_size=size, **options)
+        rollout = sample(model, prompts, n=n, stop_ids=stop, pad_id=pad_id, vocab_size=vocab_size, **options)
     except ValueError as error:  # for example a model with a cache of its own kind
         raise InputError(f"{error}: this model cannot be sampled") from None
     responses = []

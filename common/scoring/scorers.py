@@ -244,8 +244,8 @@ def load_value_model(gated, policy, tokenizer, prompts, args, device, resumed=Fa
     --reward-norm is none, rewards are shifted to mean 0 and, unless it is mean, scaled to deviation 1. So the
     head is shifted and scaled alike, by the scorer's scores of some responses of the policy: a reward model's
     offset and unit are arbitrary, and value clipping would let V leave them only slowly. (The safety gate is
-    left out: V starts as the normalised score of helpfulness.) Function, or model
-    with other tokens: the first policy's body and a head of zeros.
+    left out: V starts as the normalised score of helpfulness.) Function, or model with other tokens: the
+    first policy's body and a head of zeros.
 
     resumed: True leaves out what needs forwards, because a checkpoint replaces the weights."""
     scorer = gated.scorer
