@@ -317,13 +317,13 @@ def docs_functions(folder):
 
 # -- small models --------------------------------------------------------------------------
 class Words:
-    """The parts of a tokenizer that load_policy and load_scorer use: its length, padding and end token."""
+    """The parts of a tokenizer that load_policy and load_scorer use: its ids, padding and end token."""
 
     def __init__(self, length, pad=4, end=5):
         self.length, self.pad_token_id, self.eos_token_id = length, pad, end
 
-    def __len__(self):
-        return self.length
+    def get_vocab(self):
+        return {str(i): i for i in range(self.length)}
 
 
 def smaller_model(folder, tokenizer=TOKENIZER, seed=0):

@@ -396,6 +396,13 @@ def test_a_head_of_its_own_is_kept_where_the_config_calls_it_tied(more, tmp_path
     assert not policy.config.tie_word_embeddings
 
 
+def test_the_embeddings_reach_the_largest_id_of_a_tokenizer_whose_ids_have_gaps(tmp_path):
+    words = Words(V)
+    words.get_vocab = lambda: {"a": 0, "<|pad|>": V + 2}
+    policy = pretrained.load_policy(saved(tmp_path, LlamaConfig(**SMALL)), words)
+    assert len(policy.get_input_embeddings().weight) == len(policy.get_output_embeddings().weight) == V + 3
+
+
 def test_a_quantised_multimodal_checkpoint_is_refused_because_its_text_part_would_lose_its_scales(tmp_path):
     config = transformers.Mistral3Config(text_config={"model_type": "mistral", **SMALL}).to_dict()
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
@@ -801,6 +808,12 @@ def test_a_missing_window_is_detected_by_rows_longer_than_it(kind, tmp_path, mon
     plain = types.SimpleNamespace(_attn_implementation=policy.config._attn_implementation)
     monkeypatch.setattr(models, "_masks", lambda config, *given: masks(plain, *given))
     assert checks.shares_prompts(policy, 8) and not checks.shares_prompts(policy, 12)
+
+
+def test_gpt_neos_windows_of_columns_are_detected_although_a_prompt_with_two_short_responses_fits(tmp_path):
+    policy = pretrained.load_policy(family("GPT-Neo", tmp_path), tiny.tokenizer())
+    assert checks.window(policy.config) == 8  # 2 + 1 + 3 tokens fit, several responses of 3 do not
+    assert not checks.shares_prompts(policy, 5)
 
 
 @pytest.mark.parametrize("kind", ["Granite 3 MoE", "Cohere 2", "Gemma 2", "LFM2", "Llama 3"])

@@ -682,6 +682,17 @@ def test_a_link_instead_of_an_output_is_refused_before_anything_is_removed(tmp_p
         (tmp_path / "run" / name).unlink()
 
 
+# -- after the last round --------------------------------------------------------------------
+def test_adamws_moments_are_freed_before_the_last_evaluation_which_may_load_another_model():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).backward()
+    optimizer.step()
+    run = SimpleNamespace(dtype=torch.float32, modules={"model": (model, optimizer)}, state={}, round_weights=id)
+    assert len(optimizer.state) == 2
+    assert Run.evaluate_export(run, model, lambda model: {"moments": len(optimizer.state)}) == {"moments": 0}
+
+
 # -- two processes, one folder -----------------------------------------------------------
 HOLD = """
 import sys

@@ -214,7 +214,10 @@ def test_a_scorer_is_loaded_and_so_downloaded_before_its_version_is_taken(kind, 
 PHI = CHATML.replace("{% endfor %}", "{% endfor %}{% if not add_generation_prompt %}<|im_end|>{% endif %}")
 
 
-TEMPLATES = {"ChatML": CHATML, "a newline": CHATML + "{{ '' }}\n", "Phi": PHI, "no end": NO_END}
+TEMPLATES = {
+    "ChatML": CHATML, "a newline first": "\n" + CHATML, "a newline": CHATML + "{{ '' }}\n",
+    "Phi": PHI, "no end": NO_END,
+}  # fmt: skip
 
 
 @pytest.fixture(params=TEMPLATES)

@@ -40,11 +40,14 @@ def packs(model) -> bool:
 def shares_prompts(model, max_length) -> bool:
     """Check that responses sharing a prompt in one row get the results of separate rows, or print a line.
 
-    Not every model supports 4-D masks and positions. The test rows are longer than the model's window, if
-    max_length, the length limit of a prompt with one response, allows it. Every rank must call it."""
+    Not every model supports 4-D masks and positions. A prompt with one response is longer than the model's
+    window, if max_length, their limit, allows it. The row with all responses always is, because GPT-Neo's
+    windows count columns. Every rank must call it."""
     length = min(max(8, window(model.config) * 3 // 2), max_length)
-    prompt, *responses = _texts(model, length // 2, length // 2 - 1, length - length // 2)
-    comparison = batches.Comparison([], ["", ""], prompt, responses, torch.tensor([0, 1]), "", None)
+    half = length // 2
+    longest = [length - half] * max(1, window(model.config) // max(1, half))
+    prompt, *responses = _texts(model, half, half - 1, *longest)
+    comparison = batches.Comparison([], [], prompt, responses, torch.arange(len(responses)), "", None)
     collate = partial(batches.collate_comparisons, [comparison], pad_id=0, device=model.device)
     shared, alone = collate(share_prompt=True), collate(share_prompt=False)
     forward = models.scores_of if hasattr(model, "head_outputs") else models.response_logprobs

@@ -22,7 +22,7 @@ from common.loading import checks, lora, tensor_parallel
 # Names of tokens that can serve as padding
 PADDING_NAMES = re.compile(r"^\W*(finetune_right_)?pad(ding)?(_id)?\W*$|reserved", re.I)
 # The chat template of an exported scorer, as read_at_end_token writes it
-CUT_TEMPLATE = re.compile(r"^\{% set dialogue %\}(.*)\{% endset %\}\{\{ dialogue if .* \}\}", re.S)
+CUT_TEMPLATE = re.compile(r"(?s)^\{% set dialogue %\}(?:\n(?=\n))?(.*)\{% endset %\}\{\{ dialogue if .* \}\}")
 TRAINED_HERE = (
     "a run of reward.py or advantage_model.py (for a preference model: common.programs.pairwise:oracle=RUN)"
 )
@@ -386,7 +386,7 @@ def _read(auto_class, name, config, seed):
 
 def _ready(model, tokenizer, methods, gradient_checkpointing):
     """Make a loaded model ready for training: its embeddings, special ids, methods and training mode."""
-    _fit_embeddings(model, len(tokenizer))
+    _fit_embeddings(model, 1 + max(tokenizer.get_vocab().values()))  # not len(tokenizer): ids may have gaps
     model.config.pad_token_id = tokenizer.pad_token_id
     model.config.eos_token_id = tokenizer.eos_token_id
     for module in model.modules():
@@ -480,7 +480,7 @@ def _check_rows(model, tokenizer, n_rows, name):
         reason = f"{name} has never learnt its end token {tokenizer.eos_token!r}, which adapters cannot learn"
         mend = "Train once without --lora-rank, or give a --chat-template with an end token it knows"
         raise InputError(f"--lora-rank: {reason}. {mend}")
-    new = [i for i in range(n_rows, len(tokenizer)) if i != tokenizer.pad_token_id]
+    new = sorted(i for i in tokenizer.get_vocab().values() if i >= n_rows and i != tokenizer.pad_token_id)
     if new:
         tokens = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(new[:3])))
         print(f"{name}: with --lora-rank {len(new)} new token(s) cannot be learnt ({tokens})")
@@ -501,8 +501,9 @@ def read_at_end_token(model, tokenizer):
         except (jinja2.TemplateError, TypeError, ValueError):  # one may be only for tools or documents
             return template
         bare = template.removesuffix("\n")  # jinja drops a newline at the very end
+        line = "\n" * template.startswith("\n")  # and one after a tag, as transformers sets it up
         shorter = f"{{{{ dialogue if add_generation_prompt else dialogue.removesuffix({tail!r}) }}}}"
-        whole = f"{{% set dialogue %}}{bare}{{% endset %}}{shorter}{template[len(bare) :]}"
+        whole = f"{{% set dialogue %}}{line}{bare}{{% endset %}}{shorter}{template[len(bare) :]}"
         return whole if tail else template
 
     tokenizer.chat_template = _each(cut, tokenizer.chat_template)

@@ -242,7 +242,11 @@ class Run:
     # after the last round
     def evaluate_export(self, model, evaluate, metrics_of=lambda result: result):
         """Give the model the weights that model/ will have (round_weights), and return evaluate(model), so
-        that the metrics are those of the exported model. metrics_of: evaluate's result -> {name: number}."""
+        that the metrics are those of the exported model. metrics_of: evaluate's result -> {name: number}.
+
+        Frees AdamW's moments first, since no checkpoint follows: the script may load another model now."""
+        for _, optimizer in self.modules.values():
+            optimizer.state.clear()
         # If --save-dtype rounds, evaluate before that too, and print what rounding does to held-out metrics
         full = {} if self.dtype == torch.float32 else metrics_of(evaluate(model))
         self.round_weights(model)
