@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import gold_labeler
 import processes
 import pytest
+import tiny_families
 import torch
 from gold_labeler import GoldLabeler
 from processes import ROOT, flags
@@ -20,6 +21,7 @@ from helpers import (
     CPU, TOKENIZER, A, B, assert_error, contents, make_scorer, read_json, rows_of, smaller_model, succeeds,
     write_rows,
 )  # fmt: skip
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as backends
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -33,6 +35,7 @@ from common.sampler import sample
 from common.data import comparisons, message_columns, tiny
 from common.data.comparisons import load
 from common.data.files import read_jsonl
+from common.loading import pretrained
 from common.scoring import measures, scorers
 from common.run.cli import parse
 from common.programs import ai_feedback as ai
@@ -108,6 +111,30 @@ def prompts(tmp_path_factory):
     return write_rows(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", some)
 
 
+# -- models that label --------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["Llama 4", "Mistral 3 (multimodal)", "Gemma 2"])
+def test_a_labeler_is_loaded_as_the_policies_are(kind, tmp_path):
+    """Gemma 2 caps its attention scores, which SDPA would ignore."""
+    tiny_families.save(kind, tmp_path)
+    question = ai.Question("copy ant bear", {}, "")
+    labeler = language_model(tmp_path)
+    [found] = labeler.probabilities([question], ("ant", "bear"))
+    policy = pretrained.load_policy(str(tmp_path), labeler.tokenizer)
+    ids = torch.tensor([labeler.encode(question, 4)])
+    last = policy(input_ids=ids).logits[0, -1].softmax(-1)
+    want = [last[labeler.tokenizer.convert_tokens_to_ids(word)].item() for word in ("ant", "bear")]
+    assert found.tolist() == pytest.approx(want, rel=1e-3)
+
+
+def test_a_labeler_without_some_of_its_weights_is_refused(tmp_path):
+    folder = str(smaller_model(tmp_path))
+    weights = load_file(f"{folder}/model.safetensors")
+    del weights["model.layers.0.mlp.down_proj.weight"]
+    save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match="1 of its weights are missing, such as .*down_proj"):
+        language_model(folder)
+
+
 # -- label: probabilities ------------------------------------------------------------------
 def test_the_preference_is_the_mean_of_both_orders_worked_by_hand():
     """copy ant bear: "ant bear" has gold 2, "ant" has gold 1. With a place bias of 2 the log-odds of "1" are
@@ -129,7 +156,7 @@ def test_too_little_probability_in_either_order_is_no_answer():
             return super().probabilities(questions, options) * torch.tensor([[1.0], [0.2]])
 
     assert labels(Lopsided(), [item()], min_mass=0.2)[0]["ai"]["mass"] == pytest.approx(0.2)
-    failed = {"human": 1.0, "failed": "the labeler chose neither 1 nor 2"}
+    failed = {"human": 1.0, "failed": f"the labeler chose neither 1 nor 2{ai.UNASKED}"}
     assert labels(Lopsided(), [item()], min_mass=0.21) == [failed]
     assert labels(gold_labeler.mute(), [item(), item()]) == [failed] * 2
     assert labels(GoldLabeler(), []) == []
@@ -159,7 +186,7 @@ def test_alignment_counts_ties_half_and_has_wilsons_interval():
     assert twice["alignment_low"] == pytest.approx(0.396773, abs=2e-4)
     assert twice["alignment_high"] == pytest.approx(0.892211, abs=2e-4)
     assert measures.wilson(1.0, 10) == pytest.approx((10 / (10 + 1.96**2), 1), abs=1e-3)
-    found = ai.metrics_of(ROWS, [{"human": 1.0, "failed": "the labeler chose neither 1 nor 2"}])
+    found = ai.metrics_of(ROWS, [{"human": 1.0, "failed": f"the labeler chose neither 1 nor 2{ai.UNASKED}"}])
     assert found["alignment_n"] == 5 and "alignment_low" not in found
     assert found["alignment"] == 0.7 and found["alignment/n"] == 5
     # single orders: 2 + 2 + 1 + 1 + 0 of 10
@@ -242,7 +269,7 @@ def test_failed_rows_are_counted_and_go_to_failed_jsonl_only(tmp_path, monkeypat
     path = write_rows(tmp_path / "pairs.jsonl", rows)
     found = run(tmp_path / "run", path, model="gold_labeler:shy")
     assert [r["row"] for r in found.rows] == [0, 2] and found.summary["rows"] == 2
-    assert [(r["row"], r["failed"]) for r in found.failed] == [(1, "the labeler chose neither 1 nor 2")]
+    assert [(r["row"], r["failed"]) for r in found.failed] == [(1, f"the labeler chose neither 1 nor 2{ai.UNASKED}")]
     assert found.summary["failed"] == 1 and found.summary["mass"] == pytest.approx(1)
     assert "preference" not in found.failed[0]
     low = run(tmp_path / "low", path, model="gold_labeler:shy", min_mass=0.03)
@@ -407,7 +434,7 @@ def test_an_empty_rationale_in_one_order_fails_only_its_pair():
     text = lambda q: "" if q.values["first"] == "cat" else "hm"
     items = [item(), item(texts=("ant", "cat")), item()]
     found = labels(Thinker([text], {":": 0.8}), items, chain_of_thought=True)
-    assert found[1]["failed"] == "the labeler chose neither 1 nor 2" and "preference" in found[0] and "preference" in found[2]
+    assert found[1]["failed"] == f"the labeler chose neither 1 nor 2{ai.UNASKED}" and "preference" in found[0] and "preference" in found[2]
 
 
 def test_chains_have_equal_weight_whatever_probability_they_give_the_options():
@@ -425,7 +452,7 @@ def test_a_chain_without_an_answer_does_not_count():
         assert label["ai"]["orders"] == pytest.approx([0.9, 0.1])
     labeler = Thinker(["one", "two"], {"one": 0.9, "two": 0.1}, mass={"one": 0.04, "two": 0.04})
     (label,) = labels(labeler, [item()], chain_of_thought=True, chains=2)
-    assert label["failed"] == "the labeler chose neither 1 nor 2"
+    assert label["failed"] == f"the labeler chose neither 1 nor 2{ai.UNASKED}"
 
 
 def test_several_chains_average_the_preferences_of_sampled_rationales():
@@ -697,7 +724,7 @@ def test_distinct_answers_of_all_policies_share_a_row_in_turns_and_duplicates_ar
     assert policies["b"].asked == [(system, "copy ant bear")] * 3 + [("copy ant bear",)] * 3
     x, y, z = ({"text": text, "model": model} for text, model in (("x", "a"), ("y", "a"), ("z", "b")))
     assert one == {"responses": [x, z, y], "ai": {"dropped": 3}}  # y, the second of both, is counted for a
-    assert two == {"responses": [{"text": "x", "model": "b"}], "ai": {"dropped": 5}, "failed": "fewer than two different responses"}
+    assert two == {"responses": [{"text": "x", "model": "b"}], "ai": {"dropped": 5}, "failed": f"fewer than two different responses{ai.UNASKED}"}
     assert ai.metrics_of([one, one], [two]) == {"rows": 2, "failed": 1, "dropped": (3 + 3 + 5) / 3}
     values = {"prompt": "copy ant bear", **one}  # what label makes of it
     assert comparisons.pair_of(values, "")[1:] == (["x", "z"], None)  # of two policies
@@ -772,6 +799,7 @@ def test_hindsight_says_what_each_response_achieved(tmp_path):
     rows += [{"prompt": "copy eel", "response": text, "score": i} for i, text in ((5, "e"), (7, "f"))]
     rows += [{"prompt": "copy ant"}, {"prompt": "copy cat", "response": "cat", "score": None}]
     rows += [{"prompt": "copy cat", "response": "", "score": 1.0}]  # no prompt to ask, but a bad row
+    rows += [{"prompt": "copy cat", "output": "cat", "score": 1.0}]  # nor is this one
     path = write_rows(tmp_path / "rows.jsonl", rows)
     for threshold, bad in ((None, "abe"), (-1.0, "a"), (0.5, "abc")):
         options = {"model": "", "threshold": threshold, "chunk_rows": 2}
@@ -1006,7 +1034,7 @@ def test_a_row_that_never_gets_a_response_fails():
     for first in (("", True), ("cut", False)):
         labeler = Reviser(["c"], [("cut", False)], first=first)
         found = ai.revise([item(texts=())], labeler, DEFAULT_PRINCIPLES, args)
-        assert list(found) == [{"failed": "no finished response"}]
+        assert list(found) == [{"failed": f"no finished response{ai.UNASKED}"}]
     labeler = Reviser(["c"], [("mended", True)], first=("", True))
     (found,) = ai.revise([item(texts=())], labeler, DEFAULT_PRINCIPLES, args)
     assert found["completion"] == "mended" and found["ai"]["first"] == ""

@@ -520,7 +520,7 @@ def test_a_data_sets_name_renames_columns_and_chooses_rows(items, kept, tmp_path
     (tmp_path / "t.csv").write_text(TABLE)
     plain = f"{tmp_path / 't.csv'}"
     items = f"question=prompt&{items}".strip("&")
-    spec = mixtures.with_columns(f"tiny:seed=1,{plain}:0.5", items.replace("&", ","))
+    spec = mixtures.with_columns(f"tiny:seed=1,{plain}:0.5", items.replace("&", " , "))
     assert spec == f"tiny:seed=1,{plain}?{items}:0.5"
     assert [(name, weight) for name, _, weight in mixtures.sources(spec)] == [("tiny:seed=1", None), (plain, 0.5)]
     rows = mixtures.load_rows(spec.split(",")[1], "sft")

@@ -867,7 +867,7 @@ def test_best_of_n_needs_more_than_two_responses(compared):
         assert "best_of_n_accuracy" not in parts["data set pairs.jsonl"]
     gold = [[r["score"] for r in row["responses"]] for row in compared.rows if row["scorer"] == "gold"][24:]
     assert compared.summary["scorers"]["gold"]["all"]["best_of_n_accuracy_n"] == 6 == len(gold)
-    assert "reward_bench" not in compared.summary and "RewardBench" not in compared.out
+    assert "reward_bench_2" not in compared.summary and "RewardBench" not in compared.out
 
 
 # -- benchmarks of reward models -------------------------------------------------------------------
@@ -883,28 +883,6 @@ longer_of_two.pairwise = True
 def judges(tmp_path):
     (tmp_path / "judges.py").write_text(JUDGES)
     return [f"{kind}={tmp_path / 'judges.py'}:{kind}" for kind in ("longer", "longer_of_two")]
-
-
-def test_rows_of_reward_bench_give_its_sections_and_its_score(judges, tmp_path):
-    """By length: hep-go's chosen are shorter in two rows of two, math-prm's in one of three, and of
-    alpacaeval-hard in one of four: Chat 7 / 8, Reasoning (2 / 3 + 5 / 7) / 2."""
-    wrong = {"hep-go": (2, 2), "math-prm": (1, 3), "alpacaeval-hard": (1, 4)}
-    rows = []
-    for groups in measures.SECTIONS.values():
-        for subset in " ".join(groups).split():
-            n_wrong, n = wrong.get(subset, (0, 1))
-            for i in range(n):
-                chosen, rejected = ("ant", "ant cat") if i < n_wrong else ("ant cat", "ant")
-                prompt = {"prompt": f"copy{' ant' * (1 + len(rows))}", "id": len(rows), "chosen_model": "x"}
-                rows.append({**prompt, "chosen": chosen, "rejected": rejected, "subset": subset})
-    dataset = write_rows(tmp_path / "bench.jsonl", rows)
-    found = run(tmp_path / "run", (), scorers=tuple(judges), dataset=str(dataset))
-    sections = {"Chat": 7 / 8, "Chat Hard": 1, "Safety": 1, "Reasoning": (2 / 3 + 5 / 7) / 2}
-    sections["score"] = sum(sections.values()) / 4
-    assert found.summary["reward_bench"] == {"longer": sections, "longer_of_two": sections}
-    head, line = next(two for two in itertools.pairwise(found.out.splitlines()) if two[0].startswith("RewardBench"))
-    assert re.split("  +", head) == ["RewardBench", *sections]
-    assert line.split() == ["longer", "87.5%", "100.0%", "100.0%", "69.0%", "89.1%"]
 
 
 def test_rows_of_reward_bench_2_give_its_accuracies_and_its_ties_score(judges, tmp_path):

@@ -286,44 +286,6 @@ def test_pairs_of_one_prompt_in_separate_rows_are_still_one_cluster():
 
 # -- what the tiny world knows -------------------------------------------------------------------
 # -- benchmarks of reward models -----------------------------------------------------------
-CHAT = "alpacaeval-easy alpacaeval-length alpacaeval-hard mt-bench-easy mt-bench-med"
-HARD = """mt-bench-hard llmbar-natural llmbar-adver-neighbor llmbar-adver-GPTInst llmbar-adver-GPTOut
-llmbar-adver-manual"""
-SAFETY = "refusals-dangerous refusals-offensive xstest-should-refuse xstest-should-respond donotanswer"
-CODE = "hep-cpp hep-go hep-java hep-js hep-python hep-rust"
-
-
-def rows_of_subsets(**differences):
-    """A pair for each difference of a subset, whose name has _ for -; of all other subsets one that is right."""
-    differences = {name.replace("_", "-"): x for name, x in differences.items()}
-    names = f"{CHAT} {HARD} {SAFETY} math-prm {CODE}".split() + ["anthropic-helpful"]
-    return [pair(d, category=name) for name in names for d in differences.get(name, [1])]
-
-
-def test_reward_benchs_sections_weight_subsets_by_their_pairs_and_math_as_all_code():
-    """Chat: 1 of 4, and 3 of the 4 of one pair: 4 of 8, where subsets that count alike give 0.65. Chat Hard: of
-    six one tie. Safety: 4 of 6. Reasoning: math 1 of 4, code 5 of 6: 13 / 24, where all pairs give 6 / 10. The
-    prior sets, all wrong, are not in it."""
-    rows = rows_of_subsets(
-        alpacaeval_easy=[1, -1, -1, -1], alpacaeval_length=[-1], llmbar_natural=[0], refusals_dangerous=[-1, -1],
-        math_prm=[2, -1, -1, -1], hep_go=[-0.5], anthropic_helpful=[-1] * 9,
-    )  # fmt: skip
-    sections = {"Chat": 0.5, "Chat Hard": 5.5 / 6, "Safety": 4 / 6, "Reasoning": 13 / 24}
-    mean = sum(sections.values()) / 4
-    assert measures.reward_bench(rows) == pytest.approx({**sections, "score": mean})
-    assert list(measures.reward_bench(rows)) == ["Chat", "Chat Hard", "Safety", "Reasoning", "score"]
-
-
-@pytest.mark.parametrize(
-    "missing, section", [("hep-js", "Reasoning"), ("math-prm", "Reasoning"), ("donotanswer", "Safety")]
-)
-def test_a_reward_bench_section_with_a_missing_subset_is_left_out(missing, section):
-    rows = [row for row in rows_of_subsets() if row["category"] != missing]
-    whole = ["Chat", "Chat Hard", "Safety", "Reasoning"]
-    assert measures.reward_bench(rows) == {name: 1.0 for name in whole if name != section}
-    assert measures.reward_bench([pair(1.0), pair(1.0, category=None)]) == {}
-
-
 BEST_OF_FOUR = [  # one chosen of four -> what it counts: alone at the top, beaten, one of two there, one of four
     ((3, 1, 2, 0), 1), ((1, 3, 0, 0), 0), ((2, 0, 2, 1), 1 / 2), ((0, 0, 0, 0), 1 / 4),
 ]  # fmt: skip

@@ -164,9 +164,11 @@ def test_log_odds_stay_finite_when_the_model_is_certain(oracle_of):
     assert math.isfinite(value) and value > 20
 
 
-def test_texts_longer_than_the_positions_of_the_model_are_an_error(oracle_of):
-    with pytest.raises(ValueError, match="more than 9 tokens"):
-        oracle_of(TOKENIZER, None, room=9)([(PROMPT, "ant", "cat")])
+def test_two_responses_that_do_not_fit_into_the_model_are_a_tie_and_the_others_are_judged(oracle_of, capsys):
+    logprobs_of = lambda text: (math.log(0.4 if "A] cat" in text else 0.1), math.log(0.1 if "A] cat" in text else 0.4))
+    duels = [(PROMPT, "cat", "ant"), (PROMPT, "cat " * 40, "ant")]
+    assert oracle_of(TOKENIZER, logprobs_of, room=40)(duels) == pytest.approx([math.log(4), 0.0], abs=1e-5)
+    assert "over 40 tokens is a tie" in capsys.readouterr().out
 
 
 # -- a run -----------------------------------------------------------------------------------------

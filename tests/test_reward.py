@@ -391,6 +391,7 @@ BAD = [
     ({"dataset": "unusable.jsonl"}, ["unusable.jsonl:1", "unusable.jsonl:2", "the same", "foo"]),
     ({"dataset": "long.jsonl"}, ["long.jsonl:1", "64 tokens", "--max-length"]),
     ({"dataset": "close.jsonl", "min_score_gap": 1}, ["close.jsonl:1", "--min-score-gap"]),
+    ({"min_score_gap": 1}, ["--min-score-gap", "no scores"]),
     ({"model": "runs/sft"}, ["runs/sft", "python sft.py"]),
     ({"model": "unfinished"}, ["unfinished", "--resume"]),
     ({"model": "classifier"}, ["classifier", "3 labels", "causal"]),

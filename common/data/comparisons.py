@@ -116,6 +116,8 @@ def load_split(args, tokenizer) -> tuple[list[Comparison], list[Comparison]]:
     train, held_out = splits.train_and_held_out(args.dataset, args.eval_dataset, load_one, tokenizer)
     if args.balance_categories and not any(c.category for c in train):
         raise InputError(f"--balance-categories: {args.dataset} has no column category (see --columns)")
+    if args.min_score_gap and not any(c.label_scores for c in train):
+        raise InputError(f"--min-score-gap: {args.dataset} has no scores of its responses (see --columns)")
     progress.print_table(statistics(train, held_out))
     return train, held_out
 

@@ -126,7 +126,8 @@ def with_columns(spec: str, columns: str) -> str:
     """Add items like "question=prompt,score>=2" to every source of `spec` except `tiny`."""
     specs = []
     for source, items, weight in sources(spec):
-        items = ["".join(item) for item in items] + ([] if is_tiny(source) else columns.split(","))
+        items = ["".join(item) for item in items]
+        items += [] if is_tiny(source) else map(str.strip, columns.split(","))
         specs.append(f"{source}{'?' * bool(items)}{'&'.join(items)}{'' if weight is None else f':{weight}'}")
     return ",".join(specs)
 

@@ -45,8 +45,8 @@ def shares_prompts(model, max_length) -> bool:
     windows count columns. Every rank must call it."""
     length = min(max(8, window(model.config) * 3 // 2), max_length)
     half = length // 2
-    longest = [length - half] * max(1, window(model.config) // max(1, half))
-    prompt, *responses = _texts(model, half, half - 1, *longest)
+    n = max(1, window(model.config) // max(1, half))
+    prompt, *responses = _texts(model, half, half - 1, *[length - half] * n)
     comparison = batches.Comparison([], [], prompt, responses, torch.arange(len(responses)), "", None)
     collate = partial(batches.collate_comparisons, [comparison], pad_id=0, device=model.device)
     shared, alone = collate(share_prompt=True), collate(share_prompt=False)

@@ -178,6 +178,19 @@ def load_frozen(name, tokenizer, args, device):
     return dist.shard(load_policy(name, tokenizer, seed=args.seed).requires_grad_(False), device)
 
 
+def load_labeler(name, device):
+    """Load a causal language model that is not trained, in the compute dtype and whole on every rank."""
+    from transformers import AutoModelForCausalLM
+
+    check_causal_lm(name)
+    dtype = dist.compute_dtype_of(device)
+    model = _read(AutoModelForCausalLM, name, _read_config(name), seed=0, dtype=dtype, on_all_ranks=True)
+    model.to(device).eval().requires_grad_(False)  # rotary frequencies stay in fp32
+    check_forward(model)
+    set_attention(model)
+    return model
+
+
 def ask_policy(name, tokenizer, args, device, forward):
     """Load the policy of this name, return forward(policy), and free the policy."""
     # Methods bound to a model make a reference cycle that keeps its weights: free those of earlier models
@@ -347,8 +360,8 @@ def from_hub(auto_class, name, **options):
         raise InputError(f"{name}: {why}") from None
 
 
-def _read(auto_class, name, config, seed):
-    """Load a model in fp32 with weights on rank 0 only; the weights of `tiny` are drawn with `seed`.
+def _read(auto_class, name, config, seed, dtype=torch.float32, on_all_ranks=False):
+    """Load a model with weights on rank 0 only, or on all ranks; the weights of `tiny` are drawn with `seed`.
 
     Raises InputError if transformers does not know this kind of model, or if weights are not in the files."""
     kind = auto_class._model_mapping.get(type(config), None)
@@ -357,9 +370,10 @@ def _read(auto_class, name, config, seed):
     # Masks are made for SDPA, but SDPA cannot cap attention scores. Models that cap them use eager attention,
     # for which the masks become 0 and -inf
     sdpa = kind._supports_sdpa and not getattr(config, "attn_logit_softcapping", None)
-    options = {"dtype": torch.float32, "attn_implementation": "sdpa" if sdpa else "eager"}
+    options = {"dtype": dtype, "attn_implementation": "sdpa" if sdpa else "eager"}
     is_tied = getattr(config, "tie_word_embeddings", False)
-    if dist.is_main() and name != "tiny":
+    reads = on_all_ranks or dist.is_main()
+    if reads and name != "tiny":
         mapping = TEXT_PART if hasattr(config, "text_part_of") else None
         load = functools.partial(from_hub, auto_class, name, output_loading_info=True, key_mapping=mapping)
         model, info = load(config=config, **options)
@@ -371,16 +385,17 @@ def _read(auto_class, name, config, seed):
             model, info = load(config=config, **options)
     dist.barrier()  # reading may take longer than gather waits
     config.tie_word_embeddings = dist.gather([is_tied])[0]
-    if not dist.is_main() or name == "tiny":
-        with torch.device("cpu" if dist.is_main() else "meta"):
-            model = auto_class.from_config(config, **options)
-        if dist.is_main():
-            model.base_model.load_state_dict(tiny.model(seed).base_model.state_dict())
-        return model
     new_head = set() if "ForSequenceClassification" in _kind(config) else {"score.weight"}
-    missing = sorted(set(info["missing_keys"]) - new_head)
+    missing = sorted(set(info["missing_keys"]) - new_head) if reads and name != "tiny" else []
     if missing:
         raise InputError(f"{name}: {len(missing)} of its weights are missing, such as {missing[0]}")
+    if not reads or name == "tiny":
+        with torch.device("cpu" if reads else "meta"):
+            model = auto_class.from_config(config, **options)
+        if reads:
+            model.base_model.load_state_dict(tiny.model(seed).base_model.state_dict())
+    if model.base_model is model:
+        model.base_model_prefix = "model"  # Llama 4's text part names a prefix that it does not have
     return model
 
 
@@ -393,8 +408,6 @@ def _ready(model, tokenizer, methods, gradient_checkpointing):
         # A padding row gets no gradient, but in some configs it is that of the end-of-sequence token
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
-    if model.base_model is model:
-        model.base_model_prefix = "model"  # Llama 4's text part names a prefix that it does not have
     if gradient_checkpointing:  # renamed in transformers 5.23
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})

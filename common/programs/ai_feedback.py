@@ -83,6 +83,10 @@ def fill(template, values) -> str:
     return re.sub(r"\{(\w+)\}", lambda m: values.get(m[1], m[0]), template)
 
 
+# A labeler gives no answer to a question that it cannot be asked
+UNASKED = ", or the prompt is too long for the model, or its chat template refuses it"
+
+
 class Question(NamedTuple):
     template: str  # the user's turn, with a placeholder {name} for each value
     values: dict[str, str]
@@ -96,17 +100,11 @@ class LanguageModel:
     that its chat template refuses, gets no answer."""
 
     def __init__(self, name, device, args):
-        from transformers import AutoModelForCausalLM
-
-        pretrained.check_causal_lm(name)
         self.name = name
         self.device = device
         self.batch_size = args.batch_size
         self.tokenizer = pretrained.load_tokenizer(name, args.chat_template)
-        self.model = pretrained.from_hub(AutoModelForCausalLM, name, dtype=dist.compute_dtype_of(device))
-        self.model.to(device).eval().requires_grad_(False)  # rotary frequencies stay in fp32
-        pretrained.check_forward(self.model)
-        pretrained.set_attention(self.model)
+        self.model = pretrained.load_labeler(name, device)
         self.room = models.n_positions(self.model.config)
 
     def encode(self, question, reserve) -> list[int]:
@@ -229,7 +227,8 @@ def sample(rows, policies, principles, args):
             responses = [{"text": text, "model": name} for text, name in model_of_text.items()]
             dropped = args.responses * len(policies) - len(responses)
             result = {"responses": responses, "ai": {"dropped": dropped}}
-            yield result if len(responses) > 1 else {**result, "failed": "fewer than two different responses"}
+            why = f"fewer than two different responses{UNASKED}"
+            yield result if len(responses) > 1 else {**result, "failed": why}
 
 
 def preamble_and_examples(args):
@@ -283,7 +282,7 @@ def label(rows, labeler, principles, args):
     of_orders = zip(rows, preferences.view(-1, 2).tolist(), mass.mean(0).view(-1, 2).tolist())
     for i, (row, (first, second), masses) in enumerate(of_orders):
         if math.isnan(first + second):  # 0 / 0: no chain gave an answer in one of the orders
-            yield {"human": row.human, "failed": "the labeler chose neither 1 nor 2"}
+            yield {"human": row.human, "failed": f"the labeler chose neither 1 nor 2{UNASKED}"}
             continue
         ai = {"orders": [first, 1 - second], "mass": min(masses)}
         if args.chain_of_thought:
@@ -366,7 +365,7 @@ def revise(rows, labeler, principles, args):
     for talk, result, (_, ended) in zip(talks, results, firsts):
         whole = ended or any(step["used"] for step in result["steps"])
         text = talk["response"] if whole else ""
-        yield {"completion": text, "ai": result} if text else {"failed": "no finished response"}
+        yield {"completion": text, "ai": result} if text else {"failed": f"no finished response{UNASKED}"}
 
 
 # -- tasks without a labeler, which need all rows at once ----------------------------------------------
@@ -468,12 +467,15 @@ def read_items(args) -> list[Item]:
                 human = formats.number(values.get("score"))
         for text in texts:
             message_columns.check_messages([*prompt, {"role": "assistant", "content": text}])
+        judged = [name for name in ("score", "responses") if values.get(name) is not None]
+        if args.task == "hindsight" and judged and not texts:
+            raise ValueError(f"a column {judged[0]}, but none named response or completion")
         if len({text.strip() for text in texts}) < len(texts):
             raise ValueError("the responses are the same")
         given = {name: values[name] for name in ("category", "is_safety") if name in values}
         start = {"prompt": prompt, **given}
         if args.task == "select":
-            values.read.update(values)  # all columns are copied to the output, so none is reported as unread
+            values.read.update(values)  # all but row and failed are copied, so none is reported as unread
             start = json.loads(json.dumps(values, default=str))  # dates, for example, become text
             start.pop("failed", None)
         return Item(number, f"{number}/{row.where}", {**start, "row": number}, prompt, texts, human)

@@ -6,7 +6,7 @@ labels of the same pairs, whoever trained them.
     python -m common.programs.evaluate                                the runs of the quickstart
     python -m common.programs.evaluate --policies sft=runs/sft runs/ppo --scorer runs/reward
     python -m common.programs.evaluate --policies dataset runs/ppo --reference dataset --dataset tiny:kind=sft
-    python -m common.programs.evaluate --scorers runs/reward hub=org/model --dataset reward_bench.parquet
+    python -m common.programs.evaluate --scorers runs/reward hub=org/model --dataset pairs.jsonl
     torchrun --nproc-per-node 8 -m common.programs.evaluate --policies ...
 
 Reads language models (runs, folders, hub names) and an oracle: a reward model, an advantage model, or
@@ -509,15 +509,13 @@ def compare_scorers(args, run):
     start_run(args, run.stage, run.status)  # replaces an old run, now that every scorer has worked
     if dist.is_main():
         progress.print_table(pair_table(results))
-        for title in ("RewardBench", "RewardBench 2"):
-            bench = measures.reward_bench if title == "RewardBench" else measures.reward_bench_2
-            sections = {name: bench(of_scorer) for name, of_scorer in rows.items()}
-            if any(sections.values()):
-                summary[bench.__name__] = sections
-                columns = max(sections.values(), key=len)
-                percent = lambda x: [f"{x[key]:.1%}" if key in x else "" for key in columns]
-                lines = [{title: name, **dict(zip(columns, percent(x)))} for name, x in sections.items()]
-                progress.print_table(lines)
+        subsets = {name: measures.reward_bench_2(of_scorer) for name, of_scorer in rows.items()}
+        if any(subsets.values()):
+            summary["reward_bench_2"] = subsets
+            columns = max(subsets.values(), key=len)
+            percent = lambda x: [f"{x[key]:.1%}" if key in x else "" for key in columns]
+            lines = [{"RewardBench 2": name, **dict(zip(columns, percent(x)))} for name, x in subsets.items()]
+            progress.print_table(lines)
     return samples, summary, partial(plots.scores, run.folder, rows)
 
 

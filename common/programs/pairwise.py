@@ -27,7 +27,7 @@ import torch
 from common import dist, models
 from common.batches import labelled_pairs
 from common.errors import InputError
-from common.data import chat, comparisons, files, message_columns, splits
+from common.data import chat, comparisons, files, message_columns, progress, splits
 from common.loading import pretrained
 from common.run.cli import check_flags
 from common.run.run import launch
@@ -75,7 +75,8 @@ def oracle(name):
     """Make a pairwise scorer of a trained model: `--scorer common.programs.pairwise:oracle=NAME`.
 
     Returns a function that gives log P(a beats b) / P(b beats a) for a list of (prompt messages, a, b). P is
-    p(A) / (p(A) + p(B)), mean over both orders, to cancel position bias. Each rank holds the whole model."""
+    p(A) / (p(A) + p(B)), mean over both orders, to cancel position bias; 1/2 if the two responses do not fit
+    into the model. Each rank holds the whole model."""
     judge = ai_feedback.LanguageModel(name, dist.setup(), ai_feedback.Args())
     letters, n_after = letters_of(judge.tokenizer)
     without_special = partial(chat.special_tokens(judge.tokenizer).sub, "")
@@ -85,12 +86,14 @@ def oracle(name):
         for order in (duels, [(prompt, b, a) for prompt, a, b in duels]):
             texts = [without_special(question(prompt, a, b)) for prompt, a, b in order]
             prompts = [torch.tensor(encode(judge.tokenizer, text, "A")[:-n_after]) for text in texts]
-            if max(map(len, prompts)) > judge.room:
-                raise ValueError(f"a prompt with two responses has more than {judge.room} tokens")
+            fits = torch.tensor([len(prompt) <= judge.room for prompt in prompts])
+            if not fits.all():
+                progress.note(f"{name}: a prompt with two responses of over {judge.room} tokens is a tie")
+            prompts = [prompt[: judge.room] for prompt in prompts]
             ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(judge.device)
             where = torch.tensor([(i, len(prompt) - 1) for i, prompt in enumerate(prompts)]).T
             logprobs = models.next_token_logprobs(judge.model, ids, where.to(judge.device))[:, letters]
-            p_first.append(logprobs.double().softmax(1)[:, 0])
+            p_first.append(torch.where(fits, logprobs.double().softmax(1)[:, 0].cpu(), 0.5))
         return ((p_first[0] + 1 - p_first[1]) / 2).logit(eps=1e-12).tolist()
 
     log_odds.pairwise = True

@@ -179,33 +179,6 @@ def accuracy(differences) -> float:
     return sum(right) / len(right) if right else math.nan
 
 
-SECTIONS = {  # section of RewardBench (arXiv:2403.13787) -> its subsets, in groups of equal weight
-    "Chat": ["alpacaeval-easy alpacaeval-length alpacaeval-hard mt-bench-easy mt-bench-med"],
-    "Chat Hard": ["mt-bench-hard llmbar-natural llmbar-adver-neighbor llmbar-adver-GPTInst "
-                  "llmbar-adver-GPTOut llmbar-adver-manual"],
-    "Safety": ["refusals-dangerous refusals-offensive "
-               "xstest-should-refuse xstest-should-respond donotanswer"],
-    "Reasoning": ["math-prm", "hep-cpp hep-go hep-java hep-js hep-python hep-rust"],
-}  # fmt: skip
-
-
-def reward_bench(rows) -> dict[str, float]:
-    """Compute RewardBench's scores: {section: accuracy} of each section whose subsets are all among the rows
-    and, if there are all four, their mean, "score". Reasoning is the mean of the accuracies of math and code;
-    the accuracy of any other section is over all its pairs."""
-    subsets = {row["category"] for row in rows}
-    scores = {}
-    for section, groups in SECTIONS.items():
-        if not subsets.issuperset(" ".join(groups).split()):
-            continue
-        shares = []
-        for names in map(str.split, groups):
-            pairs = pairs_of([row for row in rows if row["category"] in names])
-            shares.append(accuracy([d for d, *_ in pairs]))
-        scores[section] = statistics.fmean(shares)
-    return {**scores, "score": statistics.fmean(scores.values())} if len(scores) == len(SECTIONS) else scores
-
-
 SUBSETS = ("Factuality", "Precise IF", "Math", "Safety", "Focus", "Ties")  # of RewardBench 2
 
 
