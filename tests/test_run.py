@@ -29,6 +29,7 @@ from common.data.files import write_json
 from common.run import checkpoints, cli, logs
 from common.run.cli import check_flags, parse
 from common.run.run import Run, find_run, launch, start_run
+from common.programs import ai_feedback
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -125,6 +126,11 @@ def test_every_recipe_of_sft_parses_and_help_lists_them(capsys):
 
 
 # -- what every command takes ------------------------------------------------------------
+def test_a_program_that_does_not_train_refuses_preview_before_it_loads_anything():
+    with pytest.raises(InputError, match="--preview shows training examples"):
+        parse(ai_feedback.RECIPES, ["--preview", "3"])
+
+
 def test_columns_and_conditions_join_each_data_set_but_tiny(monkeypatch, tmp_path):
     monkeypatch.setattr(mixtures, "with_columns", lambda spec, columns: f"{spec}<{columns}>")
     argv = "tiny --dataset a.csv:0.5,b:0.5 --ptx-dataset tiny:kind=text --rehearsal-data c --columns x=prompt,y>=2"
@@ -146,7 +152,7 @@ def test_flags_of_every_command_take_effect_before_any_work(monkeypatch):
     monkeypatch.setattr(dist, "compute_dtype", "bfloat16")
     parse(RECIPES, [])
     assert seen == [] and not splits.n_shown and dist.compute_dtype_of(torch.device("cpu")) == torch.float32
-    parse(RECIPES, "--preview 3 --deterministic --generate-tensor-parallel 4".split())
+    parse(sft.RECIPES, "--preview 3 --deterministic --generate-tensor-parallel 4".split())
     assert seen == [True, False, False, False] and (splits.n_shown, dist.ranks_per_copy) == (3, 4)
     monkeypatch.setattr(dist, "attention", "default")
     parse(RECIPES, "--compute-dtype bfloat16 --attention flex_attention".split())

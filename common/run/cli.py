@@ -110,6 +110,8 @@ def parse(recipes, argv=None):
         changed = [key for key, value in vars(of_recipe).items() if value != getattr(of_first, key)]
         values = [f"{key} {x}" for key, x in vars(args).items() if key in [*always.split(), *changed]]
         print(f"recipe {name} ({why}): {', '.join(values)}")
+    if every.preview and not hasattr(args, "eval_dataset"):  # only those that train hold data out
+        raise InputError("--preview shows training examples. Use it with a script that trains on the data.")
     splits.n_shown = every.preview
     dist.compute_dtype = every.compute_dtype
     dist.attention = every.attention

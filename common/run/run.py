@@ -375,8 +375,6 @@ def start_run(args, stage: str, state: str | None, held_out=None):
       metrics before and after training would not be comparable."""
     folder = Path(args.output_dir)
     resume = state == "resume"
-    if splits.n_shown:
-        raise InputError("--preview shows training examples. Use it with a script that trains on the data.")
     dist.barrier()  # ranks may take unequal time to tokenise data and download models
     if dist.is_main():
         folder.mkdir(parents=True, exist_ok=True)
