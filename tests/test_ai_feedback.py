@@ -433,7 +433,8 @@ def test_an_empty_rationale_in_one_order_fails_only_its_pair():
     text = lambda q: "" if q.values["first"] == "cat" else "hm"
     items = [item(), item(texts=("ant", "cat")), item()]
     found = labels(Thinker([text], {":": 0.8}), items, chain_of_thought=True)
-    assert found[1]["failed"] == f"the labeler chose neither 1 nor 2{ai.UNASKED}" and "preference" in found[0] and "preference" in found[2]
+    assert found[1]["failed"] == f"the labeler chose neither 1 nor 2{ai.UNASKED}"
+    assert "preference" in found[0] and "preference" in found[2]
 
 
 def test_chains_have_equal_weight_whatever_probability_they_give_the_options():
@@ -723,7 +724,8 @@ def test_distinct_answers_of_all_policies_share_a_row_in_turns_and_duplicates_ar
     assert policies["b"].asked == [(system, "copy ant bear")] * 3 + [("copy ant bear",)] * 3
     x, y, z = ({"text": text, "model": model} for text, model in (("x", "a"), ("y", "a"), ("z", "b")))
     assert one == {"responses": [x, z, y], "ai": {"dropped": 3}}  # y, the second of both, is counted for a
-    assert two == {"responses": [{"text": "x", "model": "b"}], "ai": {"dropped": 5}, "failed": f"fewer than two different responses{ai.UNASKED}"}
+    failed = f"fewer than two different responses{ai.UNASKED}"
+    assert two == {"responses": [{"text": "x", "model": "b"}], "ai": {"dropped": 5}, "failed": failed}
     assert ai.metrics_of([one, one], [two]) == {"rows": 2, "failed": 1, "dropped": (3 + 3 + 5) / 3}
     values = {"prompt": "copy ant bear", **one}  # what label makes of it
     assert comparisons.pair_of(values, "")[1:] == (["x", "z"], None)  # of two policies

@@ -816,6 +816,17 @@ def test_gpt_neos_windows_of_columns_are_detected_although_a_prompt_with_two_sho
     assert not checks.shares_prompts(policy, 5)
 
 
+def test_the_trial_row_stays_short_for_a_window_of_positions_far_beyond_max_length(tmp_path, monkeypatch):
+    """Phi-3's is 262,144 tokens: a row longer than that would need masks of 64 GiB."""
+    policy = pretrained.load_policy(family("Mistral (window)", tmp_path), tiny.tokenizer())
+    policy.config.sliding_window = 262144
+    collated, collate = [], batches.collate_comparisons
+    keep = lambda *args, **options: collated.append(collate(*args, **options)) or collated[-1]
+    monkeypatch.setattr(batches, "collate_comparisons", keep)
+    assert checks.shares_prompts(policy, 64)
+    assert [batch.input_ids.shape[1] for batch in collated] == [32 + 31 + 32, 64]
+
+
 @pytest.mark.parametrize("kind", ["Granite 3 MoE", "Cohere 2", "Gemma 2", "LFM2", "Llama 3"])
 @torch.no_grad()
 def test_a_scorer_of_any_family_reads_back_with_its_scores(kind, answers, tmp_path):

@@ -41,12 +41,12 @@ def shares_prompts(model, max_length) -> bool:
     """Check that responses sharing a prompt in one row get the results of separate rows, or print a line.
 
     Not every model supports 4-D masks and positions. A prompt with one response is longer than the model's
-    window, if max_length, their limit, allows it. The row with all responses always is, because GPT-Neo's
-    windows count columns. Every rank must call it."""
+    window, if max_length, their limit, allows it. GPT-Neo's windows (`window_size`) count columns: for them
+    the row with all responses is always longer. Every rank must call it."""
     length = min(max(8, window(model.config) * 3 // 2), max_length)
     half = length // 2
-    n = max(1, window(model.config) // max(1, half))
-    prompt, *responses = _texts(model, half, half - 1, *[length - half] * n)
+    n = window(model.config) // max(1, half) if hasattr(model.config, "window_size") else 1
+    prompt, *responses = _texts(model, half, half - 1, *[length - half] * max(1, n))
     comparison = batches.Comparison([], [], prompt, responses, torch.arange(len(responses)), "", None)
     collate = partial(batches.collate_comparisons, [comparison], pad_id=0, device=model.device)
     shared, alone = collate(share_prompt=True), collate(share_prompt=False)

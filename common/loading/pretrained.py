@@ -178,7 +178,7 @@ def load_frozen(name, tokenizer, args, device):
     return dist.shard(load_policy(name, tokenizer, seed=args.seed).requires_grad_(False), device)
 
 
-def load_labeler(name, device):
+def load_unsharded(name, device):
     """Load a causal language model that is not trained, in the compute dtype and whole on every rank."""
     from transformers import AutoModelForCausalLM
 
@@ -373,6 +373,7 @@ def _read(auto_class, name, config, seed, dtype=torch.float32, on_all_ranks=Fals
     options = {"dtype": dtype, "attn_implementation": "sdpa" if sdpa else "eager"}
     is_tied = getattr(config, "tie_word_embeddings", False)
     reads = on_all_ranks or dist.is_main()
+    info = {"missing_keys": []}
     if reads and name != "tiny":
         mapping = TEXT_PART if hasattr(config, "text_part_of") else None
         load = functools.partial(from_hub, auto_class, name, output_loading_info=True, key_mapping=mapping)
@@ -386,7 +387,7 @@ def _read(auto_class, name, config, seed, dtype=torch.float32, on_all_ranks=Fals
     dist.barrier()  # reading may take longer than gather waits
     config.tie_word_embeddings = dist.gather([is_tied])[0]
     new_head = set() if "ForSequenceClassification" in _kind(config) else {"score.weight"}
-    missing = sorted(set(info["missing_keys"]) - new_head) if reads and name != "tiny" else []
+    missing = sorted(set(info["missing_keys"]) - new_head)
     if missing:
         raise InputError(f"{name}: {len(missing)} of its weights are missing, such as {missing[0]}")
     if not reads or name == "tiny":

@@ -104,7 +104,7 @@ class LanguageModel:
         self.device = device
         self.batch_size = args.batch_size
         self.tokenizer = pretrained.load_tokenizer(name, args.chat_template)
-        self.model = pretrained.load_labeler(name, device)
+        self.model = pretrained.load_unsharded(name, device)
         self.room = models.n_positions(self.model.config)
 
     def encode(self, question, reserve) -> list[int]:
@@ -226,9 +226,8 @@ def sample(rows, policies, principles, args):
                     model_of_text.setdefault(text, name)
             responses = [{"text": text, "model": name} for text, name in model_of_text.items()]
             dropped = args.responses * len(policies) - len(responses)
-            result = {"responses": responses, "ai": {"dropped": dropped}}
-            why = f"fewer than two different responses{UNASKED}"
-            yield result if len(responses) > 1 else {**result, "failed": why}
+            why = {"failed": f"fewer than two different responses{UNASKED}"} if len(responses) < 2 else {}
+            yield {"responses": responses, "ai": {"dropped": dropped}, **why}
 
 
 def preamble_and_examples(args):
@@ -467,9 +466,9 @@ def read_items(args) -> list[Item]:
                 human = formats.number(values.get("score"))
         for text in texts:
             message_columns.check_messages([*prompt, {"role": "assistant", "content": text}])
-        judged = [name for name in ("score", "responses") if values.get(name) is not None]
-        if args.task == "hindsight" and judged and not texts:
-            raise ValueError(f"a column {judged[0]}, but none named response or completion")
+        for name in ("score", "responses") if args.task == "hindsight" and not texts else ():
+            if values.get(name) is not None:
+                raise ValueError(f"a column {name}, but none named response or completion")
         if len({text.strip() for text in texts}) < len(texts):
             raise ValueError("the responses are the same")
         given = {name: values[name] for name in ("category", "is_safety") if name in values}
