@@ -11,9 +11,9 @@ worse responses in the DATA. `--expected-reward-samples n` also regresses e on t
 the policy, as eq. 7 defines it. Only a is a score: with K = 0, adding any c(x) to both r and e leaves the
 loss unchanged.
 
-Reads a model, comparisons (docs/use/data.md) and runs/sft. Writes runs/advantage_model: model/,
-metrics.jsonl, samples.jsonl with the held-out scores, plots, summary.json, and checkpoint/, from which
---resume continues.
+Reads a model, comparisons (docs/use/data.md) and, with --model tiny, runs/sft. Writes runs/advantage_model:
+model/, metrics.jsonl, samples.jsonl with the held-out scores, plots, summary.json, and checkpoint/, from
+which --resume continues.
 
     python advantage_model.py                               the tiny world, 1 to 2 minutes on two CPU cores
     python advantage_model.py --model org/name --dataset pairs.jsonl
@@ -119,7 +119,7 @@ class Args:
     """Length limit of these responses, in tokens."""
     slots: int | None = 64
     """Responses decoded at the same time on one rank; the key-value cache grows with it. None: as many as fit
-    on the accelerator, at most 256."""
+    on the accelerator, at most 256; 16 without one."""
     # the run
     output_dir: str = "runs/advantage_model"
     """Run directory."""

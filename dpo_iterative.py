@@ -55,8 +55,8 @@ class Args:
     model: str = "runs/sft"
     """Policy to start from: a run directory, a model folder or a hub name."""
     reference: str = "sft"
-    """Reference pi_0. sft: always --model; last: the newest policy, as in the authors' scripts; or a
-    model."""
+    """Reference pi_0. sft: always --model; last: the newest policy, as in the authors' scripts; or a model.
+    With last, held-out pairs are still compared with --model."""
     scorer: str = "runs/reward"
     """Oracle that ranks responses: a run of reward.py or advantage_model.py, a hub reward model or
     FILE.py:function. Two oracles compare each response with all others: common.programs.pairwise:oracle=RUN
@@ -91,11 +91,12 @@ class Args:
     """Length limit of responses, in tokens."""
     slots: int | None = 256
     """Responses decoded at the same time on one rank; the key-value cache grows with it. None: as many as fit
-    on the accelerator, at most 256."""
+    on the accelerator, at most 256; 16 without one."""
     chunk_prompts: int = 512
     """Prompts sampled between two writes to disk; a crash loses at most this many."""
     score_batch_size: int = 64
-    """Responses in one forward of the oracle on one rank."""
+    """Responses in one forward on one rank, of the oracle and, for the KL of held-out responses, of the
+    policy and --model."""
     # the loss and its pairs
     length_penalty: float = 0.0
     """Penalty lambda per character of a response, subtracted from its score before the best and worst are
@@ -158,7 +159,8 @@ def best_against_worst(sampled, scores, iteration, args):
       comparisons.
     Returns (comparisons, {reason: number of prompts without a pair}). Reasons: "same": all responses, or the
     best and the worst, have the same text. "tied": all have the same score. "unfinished": the best one did
-    not end (learning it would teach the policy not to end), has no words or contains a special token."""
+    not end (learning it would teach the policy not to end), has no words or contains a special token.
+    Of several with the best score, the first without such a fault is taken."""
     groups, chosen, dropped = {}, [], {"same": 0, "tied": 0, "unfinished": 0}
     for (prompt, response), score in zip(sampled, scores, strict=True):
         groups.setdefault(prompt.key, []).append((prompt, response, score))
@@ -168,7 +170,9 @@ def best_against_worst(sampled, scores, iteration, args):
         rewards = torch.tensor([score for _, _, score in group], dtype=torch.float64)
         characters = torch.tensor([len(response.text) for response in answers])
         rewards = length_penalty(rewards, characters, args.length_penalty)
-        best, worst = answers[rewards.argmax()], answers[rewards.argmin()]
+        usable = [bool(each.finished and each.clean and each.text.strip()) for each in answers]
+        best = answers[max(range(len(answers)), key=lambda i: (rewards[i].item(), usable[i]))]
+        worst = answers[rewards.argmin()]
         if len({response.text.strip() for response in answers}) == 1:
             dropped["same"] += 1
         elif rewards.max() == rewards.min():
@@ -339,7 +343,7 @@ def plan_of(offline, first_prompts, prompts, args) -> str:
 def why_none(dropped, iteration) -> str:
     """Explain why no prompt gave a pair."""
     reasons = "in {same} all responses, or the best and the worst, are the same; in {tied} all have one "
-    reasons += "score; in {unfinished} the best one did not end within --max-new-tokens, or is empty"
+    reasons += "score; in {unfinished} the best did not end in time, is empty or has a special token"
     return f"iteration {iteration}: no pair in {sum(dropped.values())} prompts: {reasons.format(**dropped)}"
 
 

@@ -91,7 +91,7 @@ class Args:
     """Length limit of responses, in tokens."""
     slots: int | None = 256
     """Responses decoded at the same time on one rank; the key-value cache grows with it. None: as many as fit
-    on the accelerator, at most 256."""
+    on the accelerator, at most 256; 16 without one."""
     score_batch_size: int = 64
     """Responses in one forward of a scorer on one rank."""
     # the reward
@@ -119,7 +119,7 @@ class Args:
     """Clipping range epsilon of the policy ratio."""
     importance_cap: float | None = None
     """Cap of the weight pi_old / q of a token that the sampler drew from its own distribution q; 0: no
-    weights. Default: 2 if models compute in bfloat16 or float16, else 0."""
+    weights. Default: 2 if models compute in bfloat16, else 0."""
     clip_value: float = 0.15
     """Clipping range c of the value, in units of the normalised reward."""
     # other losses
@@ -431,7 +431,7 @@ def run_iteration(
     lap("score")
 
     # 3. estimate: log pi_old, log pi_0 and V of each response token, then KL penalty, GAE and whitening. The
-    # forwards use the same micro-batches as the first epoch, so that its first ratio is exactly 1
+    # forwards use the same micro-batches as the first epoch: pi / pi_old is exactly 1 before the first update
     minibatches = minibatches_of(len(sampled), iteration, args)
     first_epoch = [blocks_of(documents, minibatch, args) for minibatch in minibatches[0]]
     per_token = partial(models.per_token, plan=first_epoch, micro_batch_size=args.micro_batch_size)
@@ -442,7 +442,7 @@ def run_iteration(
     kl = estimate_advantages(rollout, args)
     if not kl <= args.max_kl:
         why = f"iteration {iteration}: the KL is {kl:.1f} nats per response (--max-kl {args.max_kl:g})"
-        raise Diverged(f"{why}: raise --kl-coef or lower --lr")
+        raise Diverged(f"{why}: raise --kl-coef or lower --lr (or --max-kl, if --reference is far)")
     lap("estimate")
 
     # 4. update: one optimiser step per minibatch; during warm-up only the value model learns
@@ -609,7 +609,7 @@ def main(args: Args):
             if row["eval/score"] > state["best_version"]["score"]:
                 version = {"score": row["eval/score"], "evaluations_since": 0, "iteration": iteration}
                 state["best_version"] = version
-                # Keep the best version of the last checkpoint, since a crash would resume from there
+                # Also keep the version that the last checkpoint calls the best: --resume would start there
                 kept = checkpoints.checkpoint_state(run.checkpoint).get("best_version", {}).get("iteration")
                 checkpoints.save_checkpoint(best, iteration, only_policy, {}, keep=kept)
         shown = ("reward/score", "kl/per_response", "policy/entropy")

@@ -12,7 +12,7 @@ it forgot.
 For each prompt the response with the highest score in the pool is selected; with thresholds, all responses
 that reach them. Differences from the paper: responses that did not end within max_new_tokens, have no words
 or contain a special token are never selected; equal responses to a prompt count once; and without thresholds
-a prompt is left out if all its responses, two or more, have the lowest score of all candidates.
+a prompt with two or more responses is left out if the best has the lowest score of all candidates.
 
 Reads a policy, a scorer and prompts. Writes runs/rejection_sampling: pool.jsonl (every response sampled for
 selection), versions/ (each iteration's model and its results on held-out prompts), model/ (the last version),
@@ -65,8 +65,8 @@ class Args:
     eval_dataset: str | None = None
     """Held-out prompts. Default: tiny's held-out split, else 5 % of the prompts, at most 500."""
     sft_dataset: str | None = None
-    """Rows in sft.py's formats, for example the original SFT data, mixed in equal number with the selected
-    responses and drawn anew for each fine-tuning."""
+    """Rows in sft.py's formats, for example the original SFT data, drawn anew for each fine-tuning: as many
+    as there are selected responses, or all if they are fewer."""
     pool: str | None = None
     """pool.jsonl of an earlier run to continue from: its responses are copied, and scored again if their
     scorer was a different one."""
@@ -94,7 +94,7 @@ class Args:
     """Length limit of responses, in tokens."""
     slots: int | None = 256
     """Responses decoded at the same time on one rank; the key-value cache grows with it. None: as many as fit
-    on the accelerator, at most 256."""
+    on the accelerator, at most 256; 16 without one."""
     chunk_prompts: int = 512
     """Prompts sampled between two writes to disk; a crash loses at most this many."""
     score_batch_size: int = 64
@@ -157,9 +157,8 @@ def select(sampled, scores, threshold=None):
     """Select the best response to each prompt, or with a threshold (ReST) every response that reaches it.
 
     Responses that did not end, have no words or contain a special token are never selected; of equal
-    responses the first counts. Without a threshold, a prompt with two or more responses is left out if all
-    have the lowest of these scores: its best response is as bad as its worst. (With scores of 0 and 1, its
-    best would be a wrong answer.)
+    responses the first counts. Without a threshold, a prompt with two or more responses is left out if its
+    best has the lowest of these scores. (With scores of 0 and 1 it would be a wrong answer.)
 
     sampled: [(prompt, response)]. scores: one number for each.
     Returns (indices into `sampled`, number of prompts left out)."""
@@ -175,10 +174,12 @@ def select(sampled, scores, threshold=None):
                 usable.setdefault(response.text.strip(), i)
         if threshold is not None:
             chosen += [i for i in usable.values() if scores[i] >= threshold]
-        elif len(group) > 1 and all(scores[i] == lowest for i in group):
-            n_left_out += 1
         elif usable:
-            chosen.append(max(usable.values(), key=lambda i: scores[i]))
+            best = max(usable.values(), key=lambda i: scores[i])
+            if len(group) > 1 and scores[best] == lowest:
+                n_left_out += 1
+            else:
+                chosen.append(best)
     return chosen, n_left_out
 
 
@@ -186,7 +187,7 @@ def plan_steps(stages, iteration, args):
     """Return [(learning rate, blocks)] for the optimiser steps of one fine-tuning, the same on every rank.
 
     stages: lists of documents. More than one are ReST's improve steps, one after the other. In each stage the
-      documents are packed once and shuffled in every epoch."""
+      documents are packed once, and the blocks shuffled in every epoch."""
     plan = []
     for stage, documents in enumerate(stages):
         blocks = make_blocks(documents, args.max_length, args.packing)
@@ -258,13 +259,10 @@ def why_none(sampled, scores, iteration, threshold, args) -> str:
     usable, _ = select(sampled, scores, -math.inf)
     ranked = sorted(scores[i] for i in usable)
     if not ranked:
-        why = f"no response ended within --max-new-tokens {args.max_new_tokens}"
-        if any(response.finished for _, response in sampled):
-            why = "all responses that ended are empty or have a special token"
-        return f"iteration {iteration}: {why}"
+        why = f"did not end within --max-new-tokens {args.max_new_tokens}, is empty or has a special token"
+        return f"iteration {iteration}: no response can be selected: each {why}"
     if threshold is None:
-        same = f"every response has the score {ranked[0]:g}"
-        return f"iteration {iteration}: {same}, so none is better than the others"
+        return f"iteration {iteration}: every response that ended has the lowest score, {ranked[0]:g}"
     return (
         f"iteration {iteration}: no response reaches --threshold {threshold:g}: of {len(ranked)} the best "
         f"has {ranked[-1]:.3g}, the median {ranked[len(ranked) // 2]:.3g}"
@@ -272,7 +270,7 @@ def why_none(sampled, scores, iteration, threshold, args) -> str:
 
 
 def stages_of(selected, sft_documents, iteration, args):
-    """Return the documents of each stage: the selected responses, with an equal number of --sft-dataset rows.
+    """Return the documents of each stage: the selected responses, and at most as many --sft-dataset rows.
 
     selected: for each stage a list of (prompt, response); their token ids are kept as sampled."""
     generator = torch.Generator().manual_seed(dist.seed_of(args.seed, "also", iteration))
@@ -323,7 +321,7 @@ def main(args: Args):
     run.begin(plan=plan_of(n_prompts, prompts, args), held_out=versions.evaluate.fingerprint)
     pool = Pool(run, pool_rows)
     newest = max((row["iteration"] for row in pool.rows), default=0)
-    # Iterations are counted on from the pool's. Without sampling, the pool's last one is run again
+    # With a pool of three iterations this run begins at 4; without sampling, at 3, which is fine-tuned again
     if not args.n_samples:
         newest = max(0, newest - 1)
     versions.begin(newest)
@@ -332,10 +330,9 @@ def main(args: Args):
         # 1. sample: K responses to each of this iteration's prompts from the newest version, into the pool
         latest = versions.path(iteration - 1)
         if args.n_samples:
-            start = pool.n_prompts_before(iteration)
-            chosen_prompts = prompt_sets.fresh_prompts(prompts, n_prompts, iteration, args.seed, start)
+            fresh = prompt_sets.least_used(prompts, n_prompts, pool.uses_before(iteration), args.seed)
             temperature = versions.evaluations[iteration - 1]["temperature"]
-            pool.sample([(latest, temperature, args.n_samples)], chosen_prompts, iteration, versions)
+            pool.sample([(latest, temperature, args.n_samples)], fresh, iteration, versions)
         run.lap("sample")
 
         # 2. score the responses that this scorer has not scored yet
@@ -353,7 +350,7 @@ def main(args: Args):
         if not args.threshold:
             row["pool/all_lowest"] = n_left_out
         if n_left_out and dist.is_main():
-            why = "all responses have the lowest score of the pool"
+            why = "all responses that could be selected have the lowest score"
             print(f"iteration {iteration}: {n_left_out} prompts left out, {why}")
         # thresholds rise, so the highest may select nothing
         selected = [[sampled[i] for i in places] for places, _ in selections if places]

@@ -9,8 +9,9 @@ arXiv:2405.07863, section 2.2.) A prompt with K ranked responses is one batch el
 over its pairs. A soft label weights both orders of a pair. RLHF Workflow's other preference model, which
 reads two responses at once, is in common/programs/pairwise.py.
 
-Reads a model, comparisons (docs/use/data.md) and runs/sft. Writes runs/reward: model/, metrics.jsonl,
-samples.jsonl with the held-out scores, plots, summary.json, and checkpoint/, from which --resume continues.
+Reads a model, comparisons (docs/use/data.md) and, with --model tiny, runs/sft. Writes runs/reward: model/,
+metrics.jsonl, samples.jsonl with the held-out scores, plots, summary.json, and checkpoint/, from which
+--resume continues.
 
     python reward.py                                        the tiny world, 1 to 2 minutes on two CPU cores
     python reward.py --model org/name --dataset pairs.jsonl
@@ -108,7 +109,7 @@ class Args:
     """Length limit of these responses, in tokens."""
     slots: int | None = 64
     """Responses decoded at the same time on one rank; the key-value cache grows with it. None: as many as fit
-    on the accelerator, at most 256."""
+    on the accelerator, at most 256; 16 without one."""
     # the run
     output_dir: str = "runs/reward"
     """Run directory."""

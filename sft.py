@@ -86,7 +86,7 @@ class Args:
     """Length limit of sampled responses, in tokens."""
     slots: int | None = 64
     """Responses decoded at the same time on one rank; the key-value cache grows with it. None: as many as fit
-    on the accelerator, at most 256."""
+    on the accelerator, at most 256; 16 without one."""
     temperature: float = 1.0
     """Sampling temperature."""
     # the run

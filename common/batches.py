@@ -136,8 +136,8 @@ def pack_evenly(lengths: list[int], size: int, multiple: int) -> list[list[int]]
     """Pack documents into blocks of similar length, whose number is a multiple of `multiple` (the ranks).
 
     Documents go, longest first, to the shortest block so far. The number of blocks is the smallest multiple
-    for which all blocks hold at most `size` tokens. If there are fewer documents than blocks, each has its
-    own."""
+    for which all blocks hold at most `size` tokens, or first fit's blocks, as many but uneven, where only
+    these do. If there are fewer documents than blocks, each has its own, and their number is no multiple."""
     first_fit = pack(lengths, size)
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     n = math.ceil(len(first_fit) / multiple) * multiple
@@ -197,7 +197,9 @@ class Batch(NamedTuple):
     position_ids: torch.Tensor  # (B, T), 0 at the first token of a document; they go on after a shared prompt
     action_mask: torch.Tensor  # (B, T-1), True where token t+1 is a response token
     token_indices: torch.Tensor  # (2, n), row and column of each True in action_mask
-    sources: torch.Tensor  # the same, unless a prompt is shared: (2, n), the token before each response token
+    # (2, n), where the token stands that predicts each response token: token_indices, except that the first
+    # token of a response is predicted by the last one of a prompt that it shares
+    sources: torch.Tensor
     documents: list[Document]  # in the order of their rows and columns
     attention_mask: torch.Tensor | None = None  # (B, 1, T, T) bool, if a prompt is shared: tree_mask
     # Of a batch of comparisons only:
@@ -335,11 +337,11 @@ def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu
             tree.append(Document(ids, mask, c.prompt, c.row, number, shared=shared))
         trees += [tree] if share_prompt else [[document] for document in tree]
     lengths = list(map(n_tokens, trees))
-    # Longer rows pack tighter, at little cost in attention
+    # Short trees share rows of at most ROW tokens: less padding, and attention over so few tokens is cheap
     rows = pack(lengths, max([ROW, *lengths])) if share_prompt else [[i] for i in range(len(trees))]
     batch = collate(_blocks_of(trees, rows), pad_id, device, masked=share_prompt)
 
-    # Places in token_indices, where the responses stand in the order of the rows
+    # token_indices lists the response tokens row by row: find where each response ends in it, by its number
     n_tokens_of = torch.tensor(response_sizes(batch.documents), dtype=torch.long)
     order = torch.tensor([document.number for document in batch.documents], dtype=torch.long).argsort()
     end = n_tokens_of.cumsum(0)

@@ -48,7 +48,7 @@ def setup() -> torch.device:
     if device:
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
         torch.accelerator.set_device_index(device.index)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan per shape; decoding has many
+        torch.backends.cuda.enable_cudnn_sdp(False)  # slow for shapes it has not seen, and decoding has many
     else:
         _keep_freed_memory()
     if several and not td.is_initialized():
@@ -445,7 +445,6 @@ def optimizer_step(models: list, optimizers: list, loss: float, max_norm: float)
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     if not finite:
-        shown = ", ".join(f"{norm:g}" for norm in norms)
-        mend = "lower --lr or look at the data"
-        raise NotFinite(f"loss {loss:g}, gradient norm {shown}: the step was not taken; {mend}")
+        shown = f"loss {loss:g}, gradient norm " + ", ".join(f"{norm:g}" for norm in norms)
+        raise NotFinite(f"{shown}: the step was not taken; lower --lr or look at the data")
     return norms

@@ -23,8 +23,8 @@ from common import batches, dist, losses
 from common.sampler import cache_argument, n_positions as n_positions, to_device
 
 LOGIT_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # config key -> power
-LOGITS_IN_MEMORY = 2**24  # elements of a chunk of logits on a CPU: 64 MB in fp32, whatever B, T and V are
-CHUNKS_KEPT = 4  # with more chunks (of the CPU's size) than this, backward recomputes them
+LOGITS_IN_MEMORY = 2**24  # logits in one chunk on a CPU: 64 MB in fp32, whatever B, T and V are
+CHUNKS_KEPT = 4  # a batch with more chunks (of this size) does not keep them: backward computes them again
 
 
 def with_methods(model, functions):

@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 from common import dist
 from common.batches import Document, Row, held_out_keys, printable, split, turns_key
-from common.errors import InputError
+from common.errors import Diverged, InputError
 from common.sampler import sample
 
 
@@ -53,7 +53,7 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
     A response ends at the tokenizer's end-of-sequence token, or at one of the generation config's if that has
     a list of them (chat models often end turns and texts with different tokens). Rows of the embeddings
     beyond the tokenizer's last id are never drawn.
-    Raises InputError if the model cannot be sampled."""
+    Raises InputError if the model cannot be sampled, Diverged if its logits are NaN."""
     if not prompts:
         return []
     end_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -64,13 +64,14 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
         rollout = sample(model, prompts, n=n, stop_ids=stop, pad_id=pad_id, vocab_size=vocab_size, **options)
     except ValueError as error:  # for example a model with a cache of its own kind
         raise InputError(f"{error}: this model cannot be sampled") from None
+    except FloatingPointError as error:
+        raise Diverged(f"{error}: if it was trained just now, lower --lr") from None
     responses = []
     added = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
     special = {*tokenizer.all_special_ids, *added}
-    lengths = rollout.sample_mask.sum(1).tolist()
-    finished = rollout.finished.tolist()
-    drawn = zip(rollout.response_tokens.tolist(), rollout.sample_logprobs.tolist(), lengths, finished)
-    for tokens, logprobs, length, ended in drawn:
+    lengths = rollout.sample_mask.sum(1)
+    drawn = (rollout.response_tokens, rollout.sample_logprobs, lengths, rollout.finished)
+    for tokens, logprobs, length, ended in zip(*(column.tolist() for column in drawn)):
         ids = tokens[:length]
         text = tokenizer.decode(ids, skip_special_tokens=True)
         clean = special.isdisjoint(ids[:-1])

@@ -85,7 +85,7 @@ def sample(
       not.
     max_new_tokens: length limit of a response. pad_id: fills response_tokens after the end of a response.
     progress: True shows a tqdm bar; or pass an object with an `update(n)` method.
-    Raises ValueError for arguments out of range, unsupported models and NaN logits."""
+    Raises ValueError for arguments out of range and unsupported models, FloatingPointError for NaN logits."""
     usable = {
         "n": n >= 1, "max_new_tokens": max_new_tokens >= 1, "slots": slots >= 1, "top_p": 0 < top_p <= 1,
         "temperature": temperature >= 0, "top_k": top_k >= 0, "vocab_size": vocab_size >= 0,
@@ -193,7 +193,7 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
     tokens = torch.cat([tokens for tokens, _ in drawn])[order]
     logprobs = torch.cat([logprobs for _, logprobs in drawn])[order]
     if logprobs.isnan().any():
-        raise ValueError("sample: the model gives NaN logits")
+        raise FloatingPointError("sample: the model gives NaN logits")
     tokens = tokens.new_full(mask.shape, pad_id).masked_scatter(mask, tokens)
     logprobs = logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs)
     finished = to_device([row in finished for row in range(n_rows)], device)

@@ -763,13 +763,15 @@ def rows_of_pairs(folder):
 def samples(folder):
     """Of every rank: answers that repeat the prompt, of 5 comparisons and of 1, and real ones."""
     some, model = pairs(folder)[:5], policy()[0]
-    options = {"n": 3, "max_new_tokens": 5, "seed": 4}
+    drawn = lambda prompts, length: reward_evaluation.policy_samples(
+        model, prompts, TOKENIZER, 3, SimpleNamespace(model="tiny", max_new_tokens=length, slots=64), 4
+    )
     with mock.patch.object(responses, "sample", echo):
         out = {
-            "echo": reward_evaluation.policy_samples(model, some, TOKENIZER, **options),
-            "one": reward_evaluation.policy_samples(model, some[:1], TOKENIZER, **options),
+            "echo": drawn(some, 5),
+            "one": drawn(some[:1], 5),
         }
-    out["real"] = reward_evaluation.policy_samples(model, some, TOKENIZER, **{**options, "max_new_tokens": 60})
+    out["real"] = drawn(some, 60)
     out["sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
     as_lists = lambda found: [[ids.tolist() for ids in of_one] for of_one in found]
     return dist.gather([{k: v if isinstance(v, bool) else as_lists(v) for k, v in out.items()}])

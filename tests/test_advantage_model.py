@@ -266,20 +266,23 @@ def test_of_more_columns_than_k_the_first_ones_count(tmp_path):
 
 
 # -- samples of the policy, and e --------------------------------------------------------
+LIMITS = SimpleNamespace(model="tiny", max_new_tokens=60, slots=64)
+
+
 def test_policy_samples_end_in_the_templates_end_token(tmp_path, monkeypatch):
     ended = [responses.Response([20, 3], "", True), responses.Response([20, 21], "", False)]
     monkeypatch.setattr(responses, "sample_responses", lambda *_, **__: [(None, r) for r in ended])
     prompts, policy = comparisons_of(tmp_path, ROWS[:1]), pretrained.load_policy("tiny", TOKENIZER)
-    [[sample]] = reward_evaluation.policy_samples(policy, prompts, TOKENIZER, 2, 9, 1)
+    [[sample]] = reward_evaluation.policy_samples(policy, prompts, TOKENIZER, 2, LIMITS, 1)
     assert sample.tolist() == [20, TOKENIZER.eos_token_id]
 
 
 def test_policy_samples_gives_the_responses_that_ended(tmp_path, capsys):
     prompts, policy = comparisons_of(tmp_path, ROWS[:2]), pretrained.load_policy("tiny", TOKENIZER)
-    drawn = lambda seed: reward_evaluation.policy_samples(policy, prompts, TOKENIZER, 8, 60, seed=seed)
+    drawn = lambda seed: reward_evaluation.policy_samples(policy, prompts, TOKENIZER, 8, LIMITS, seed)
     one, again, other = map(drawn, (1, 1, 2))
     n = sum(map(len, one))
-    assert 0 < n < 16 and f"{n} of 16 samples ended within 60 tokens" in capsys.readouterr().out
+    assert 0 < n < 16 and f"{n} of 16 samples ended within --max-new-tokens" in capsys.readouterr().out
     for sample in [sample for of_prompt in one for sample in of_prompt]:
         assert sample.dtype == torch.int32 and 1 <= len(sample) <= 60
         assert sample.tolist().index(TOKENIZER.eos_token_id) == len(sample) - 1

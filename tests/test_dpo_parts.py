@@ -106,6 +106,13 @@ PAIRED = {  # (rows, options, pairs, what is dropped)
     "one text": ([row(A, "ant", 1), row(A, " ant\n", 2), row(B, "bear", 1)], {}, [], {"same": 2}),
     "one score": ([row(A, "ant", 1), row(A, "cat", 1), row(A, "dog", 1)], {}, [], {"tied": 1}),
     "the best is cut": ([row(A, "cat", 1), cut("ant", 2), row(A, "dog", 0)], {}, [], {"unfinished": 1}),
+    "one of the best ended": (
+        [cut("ant", 1), row(A, " ", 1), row(A, "cat", 1), row(A, "eel", 1), row(A, "dog", 0)],
+        {},
+        [("copy ant", "cat", "dog")],
+        {},
+    ),
+    "none of the best ended": ([cut("ant", 1), row(A, "", 1), row(A, "dog", 0)], {}, [], {"unfinished": 1}),
     "the best is empty": ([row(A, "cat", 1), row(A, " ", 2), row(A, "dog", 0)], {}, [], {"unfinished": 1}),
     "the worst is cut": ([row(A, "cat", 1), cut("dog", -1)], {}, [("copy ant", "cat", "dog")], {}),
     "the worst is empty": ([row(A, "cat", 1), row(A, "", -1)], {}, [("copy ant", "cat", "")], {}),

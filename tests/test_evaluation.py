@@ -137,6 +137,22 @@ def test_held_out_documents_are_answered_at_the_flags_temperature(monkeypatch):
     assert [options["temperature"] for options in asked] == [0.6]
 
 
+def test_held_out_documents_longer_than_max_length_are_not_answered(monkeypatch):
+    """sft.py cuts a long dialogue's ids and keeps its messages, from which the prompt is made."""
+    given = []
+    take = lambda policy, tokenizer, prompts, args, seed, **_: given.extend(prompts) or []
+    monkeypatch.setattr(responses, "answers", take)
+    short, long = prompt("copy ant"), prompt("copy ant bear cat dog eel")
+    ids, mask = torch.arange(4), torch.arange(4) == 3
+    documents = [Document(ids, mask, [*x.turns, bot("ant")], x.row) for x in (long, short)]
+    for limit, fitting in ((len(long.ids), [long, short]), (len(long.ids) - 1, [short])):
+        given.clear()
+        args = sft.Args(max_new_tokens=4, max_length=limit, sample_prompts=2)
+        policy = pretrained.load_frozen("tiny", TOKENIZER, args, CPU)
+        evaluation.HeldOutDocuments(documents, TOKENIZER, args).answers(policy)
+        assert [x.ids for x in given] == [x.ids for x in fitting]
+
+
 def test_accuracy_is_reported_for_each_of_several_data_sets_and_categories(monkeypatch):
     def figures_of(*pairs):
         """(score difference, data set, category)s"""

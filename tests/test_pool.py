@@ -84,7 +84,8 @@ def test_the_pool_is_sampled_with_top_p_and_the_samplers_temperature(tmp_path, m
 def test_a_prompt_counts_once_in_each_iteration_that_asked_it(tmp_path):
     rows = [row(A, "ant", iteration=1), row(A, "cat", iteration=1), row(A, "ant", iteration=2)]
     held = pool_of(tmp_path, [*rows, row(B, "bear", iteration=3)])
-    assert [held.n_prompts_before(i) for i in (1, 2, 3, 4)] == [0, 1, 2, 3]
+    assert [held.uses_before(i) for i in (1, 2, 3)] == [{}, {A.key: 1}, {A.key: 2}]
+    assert held.uses_before(4) == {A.key: 2, B.key: 1}
 
 
 # -- the pool's file ---------------------------------------------------------------------

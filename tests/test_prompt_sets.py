@@ -1,5 +1,6 @@
 """Prompts from rows (common/data/prompt_sets.py), and a policy's responses to them (common/responses.py)."""
 
+import collections
 import dataclasses
 import importlib
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from common import dist, responses
 from common.batches import Row, split
-from common.errors import InputError
+from common.errors import Diverged, InputError
 from common.sampler import Rollout
 from common.data import files, prompt_sets, tiny
 from common.loading import pretrained
@@ -211,12 +212,30 @@ def test_too_few_prompts_for_the_remaining_iterations_are_an_error():
         deal(pool_of(deal(iterations=1), [], 1, 12), iterations=5)  # all have been taken by the first
 
 
-def test_the_next_prompts_follow_those_that_were_taken():
-    """With 5 of 12 per iteration, then 3, no prompt repeats before all were used."""
-    first, second = (prompt_sets.fresh_prompts(MANY, 5, i, 0) for i in (1, 2))
-    third = prompt_sets.fresh_prompts(MANY, 3, 3, 0, 10)
-    assert len({p.key for p in [*first, *second, *third[:2]]}) == 12 and len({p.key for p in third}) == 3
-    assert prompt_sets.fresh_prompts(MANY, 5, 3, 0, 10) == prompt_sets.fresh_prompts(MANY, 5, 3, 0)
+@pytest.mark.parametrize("seeds", [(0, 0, 0, 0, 0), (0, 1, 2, 3, 4)])
+def test_prompts_that_were_used_least_come_first(seeds):
+    """5 of 12 per iteration, whatever the seed: none repeats before all were used, or within an iteration."""
+    uses, taken = collections.Counter(), []
+    for seed in seeds:
+        taken.append([prompt.key for prompt in prompt_sets.least_used(MANY, 5, uses, seed)])
+        uses.update(taken[-1])
+        assert len(set(taken[-1])) == 5 and max(uses.values()) - min(uses[prompt.key] for prompt in MANY) <= 1
+    assert set(uses) == {prompt.key for prompt in MANY} and sum(uses.values()) == 25
+    few = prompt_sets.least_used(MANY[:3], 5, uses, 0)
+    assert sorted(prompt.key for prompt in few) == sorted(prompt.key for prompt in MANY[:3])
+
+
+def test_the_first_pass_over_the_prompts_is_the_same_with_and_without_counts():
+    uses = collections.Counter()
+    for iteration in (1, 2):
+        chosen = prompt_sets.least_used(MANY, 5, uses, 7)
+        assert chosen == prompt_sets.fresh_prompts(MANY, 5, iteration, 7)
+        uses.update(prompt.key for prompt in chosen)
+
+
+def test_prompts_that_were_added_come_first():
+    uses = collections.Counter(prompt.key for prompt in MANY[:9])
+    assert {prompt.key for prompt in prompt_sets.least_used(MANY, 3, uses, 1)} == {p.key for p in MANY[9:12]}
 
 
 # -- responses -----------------------------------------------------------------------------------
@@ -306,6 +325,14 @@ def test_responses_depend_on_the_seed(policy, prompts):
     one, again, other = (sampled(policy, prompts, 4, max_new_tokens=12, seed=s) for s in (3, 3, 4))
     assert one == again and one != other
     assert len({tuple(r.ids) for r in one[0]}) == 4  # the n responses are drawn apart
+
+
+def test_nan_logits_mean_that_training_diverged(prompts):
+    policy = tiny.model().eval()
+    with torch.no_grad():
+        policy.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(Diverged, match="NaN logits: .* lower --lr"):
+        responses.sample_responses(policy, TOKENIZER, prompts[:1], max_new_tokens=8)
 
 
 def test_ranks_that_share_a_copy_have_the_same_prompts_and_draws(policy, prompts, monkeypatch):

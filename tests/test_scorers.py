@@ -425,10 +425,10 @@ def write(tmp_path, monkeypatch):
     sys.modules.pop("my_scores", None)
 
 
-@pytest.mark.parametrize("name", ["score", "deviation", "normalised", "gated", "gold"])
-def test_a_part_with_the_name_of_a_metric_of_ppo_is_refused(write, pairs, name):
+@pytest.mark.parametrize("name", ["score", "deviation", "gated", "gold", "chosen", "margin"])
+def test_a_part_with_the_name_of_a_metric_of_the_scripts_is_refused(write, pairs, name):
     scorer = write(f"return {{'{name}': [0.0] * len(rows), 'length': [1.0] * len(rows)}}")
-    with pytest.raises(InputError, match=f"reward/{name} is a metric of ppo.py's own: give the part another name"):
+    with pytest.raises(InputError, match=f"reward/{name} is a metric of our own: give the part another name"):
         scorers.score(scorer, pairs, 2)
 
 

@@ -58,22 +58,28 @@ def train_and_held_out(args, tokenizer) -> tuple[list[Prompt], list[Prompt]]:
     return splits.train_and_held_out(args.dataset, args.eval_dataset, load, shown_by)
 
 
-def fresh_prompts(prompts, n, iteration, seed, start=None) -> list[Prompt]:
+def fresh_prompts(prompts, n, iteration, seed) -> list[Prompt]:
     """Return the n prompts of an iteration (1, 2, ...), or all prompts if there are fewer than n.
 
     They are the next ones in a shuffled order, which is drawn anew for each pass over the prompts. No prompt
-    is repeated before all have been used, or within an iteration.
-
-    start: the number of prompts that earlier iterations used, if it is not n in each of them."""
+    is repeated before all have been used, or within an iteration."""
     n = min(n, len(prompts))
     order = []
     tail = []
-    start = (iteration - 1) * n if start is None else start
+    start = (iteration - 1) * n
     for again in range(math.ceil((start + n) / len(prompts))):
         new = dist.shuffled(len(prompts), seed, "prompts", again)
         order += sorted(new, key=lambda i: i in tail)  # last: those that the iteration has already
         tail = set(order[len(order) - (len(order) - start) % n :])
     return [prompts[i] for i in order[start : start + n]]
+
+
+def least_used(prompts, n, uses, seed) -> list[Prompt]:
+    """Return the n prompts that were used least, in a shuffled order; all prompts if there are fewer than n.
+
+    uses: Counter {key of a prompt: number of iterations that used it}."""
+    order = dist.shuffled(len(prompts), seed, "prompts", min(uses[prompt.key] for prompt in prompts))
+    return [prompts[i] for i in sorted(order, key=lambda i: uses[prompts[i].key])[:n]]
 
 
 def deal_prompts(prompts, args, rows=()) -> dict[int, list[Prompt]]:

@@ -277,9 +277,14 @@ def check_room(length: int, name, config=None):
     """Raise InputError if a model has fewer positions than `length`, the value of --max-length.
 
     config: the model's config; None: it is read."""
-    room = models.n_positions(config or _read_config(name))
+    room = n_positions(name, config)
     if length > room:
         raise InputError(f"--max-length {length}: {name} has only {room} positions")
+
+
+def n_positions(name, config=None) -> int:
+    """Return how many tokens a row of the model of this name may have. config: as in check_room."""
+    return models.n_positions(config or _read_config(name))
 
 
 def identity(name, seed=0) -> list:

@@ -146,10 +146,10 @@ class Pool:
             self.write()
         return missing
 
-    def n_prompts_before(self, iteration) -> int:
-        """Count the prompts of all earlier iterations together."""
-        before = [row for row in self.rows if row["iteration"] < iteration]
-        return len({(row["iteration"], turns_key(row["prompt"])) for row in before})
+    def uses_before(self, iteration) -> collections.Counter:
+        """Count the earlier iterations that used a prompt: {key of the prompt: number}."""
+        used = {(row["iteration"], turns_key(row["prompt"])) for row in self.rows}
+        return collections.Counter(key for i, key in used if i < iteration)
 
     def score(self, scorer, prompts):
         """Score the rows of these prompts that have no score, or one of another scorer, which could not be

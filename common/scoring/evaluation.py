@@ -132,10 +132,10 @@ class HeldOutDocuments:
         return {"eval/nll": fmean(self.losses)}
 
     def answers(self, model) -> list[dict]:
-        """Sample one response to each of the first --sample-prompts prompts that leave room for it, and
-        return rows of samples.jsonl."""
+        """Sample one response to each of the first --sample-prompts prompts of at most --max-length tokens
+        that leave room for it, and return rows of samples.jsonl."""
         args = self.args
-        room = models.n_positions(model.config) - self.args.max_new_tokens
+        room = min(args.max_length, models.n_positions(model.config) - args.max_new_tokens)
         turns_and_rows = {d.key: (d.messages[:-1], d.row) for d in self.documents}.values()
         prompts = (responses.Prompt(chat.prompt_ids(self.tokenizer, x), x, row) for x, row in turns_and_rows)
         fitting = (prompt for prompt in prompts if len(prompt.ids) <= room)

@@ -30,7 +30,8 @@ from common.data import formats, message_columns, mixtures
 
 NAMED = r"(?:(?:[A-Za-z]:[\\/])?[^:*]+\.py|[\w.]+):\w+"  # FILE.py:function or module:function
 WANTED = "expected module:function or FILE.py:function"
-LOGGED = {"score", "deviation", "normalised", "gated", "gold"}  # ppo.py logs reward/NAME: no part may be NAME
+# Scripts log these as reward/NAME, so no part may have such a name
+LOGGED = {"score", "deviation", "normalised", "gated", "gold", "chosen", "rejected", "margin"}
 
 
 class Term(NamedTuple):
@@ -121,7 +122,7 @@ def _call(term, batch) -> list[dict[str, float]]:
         if set(lengths) != {n}:
             raise ValueError(f"the lengths are {lengths}")
         if taken := sorted(by_part.keys() & LOGGED):
-            raise ValueError(f"reward/{taken[0]} is a metric of ppo.py's own: give the part another name")
+            raise ValueError(f"reward/{taken[0]} is a metric of our own: give the part another name")
     except (Exception, SystemExit) as error:  # whatever a user's function raises
         where = f"{batch[0][0].row.where}, columns {formats.columns(rows[0])}"
         question = f"{n} responses, the first {texts[0][:80]!r} to {questions[0][:80]!r}"

@@ -89,24 +89,23 @@ def check_sft_model(name, tokenizer, args) -> str | None:
     return name
 
 
-def policy_samples(model, prompts, tokenizer, n, max_new_tokens, seed, slots=64) -> list[tuple]:
+def policy_samples(model, prompts, tokenizer, n, args, seed) -> list[tuple]:
     """Sample n responses of a policy to each comparison's prompt and return their ids on every rank. All
     ranks must call it together.
 
     Unfinished responses are dropped, because a score is read at the end-of-sequence token. Prompts that leave
-    no room get no responses."""
-    room = models.n_positions(model.config) - max_new_tokens
+    no room, in the policy or in --model, get no responses."""
+    room = min(models.n_positions(model.config), pretrained.n_positions(args.model)) - args.max_new_tokens
     samples = [()] * len(prompts)
     fits = {i: c for i, c in enumerate(prompts) if len(c.prompt_ids) <= room}
     prompts_of = [responses.Prompt(c.prompt_ids.tolist(), c.prompt, c.row) for c in fits.values()]
-    options = {"n": n, "max_new_tokens": max_new_tokens, "seed": seed, "slots": slots}
-    pairs = responses.sample_responses(model, tokenizer, prompts_of, **options)
+    pairs = responses.answers(model, tokenizer, prompts_of, args, seed, n=n)
     for i, of_prompt in zip(fits, split(pairs, n)):
         ended = [[*r.ids[:-1], tokenizer.eos_token_id] for _, r in of_prompt if r.finished]
         samples[i] = tuple(torch.tensor(ids, dtype=torch.int32) for ids in ended)
     n_ended = sum(map(len, samples))
     if n_ended < n * len(prompts) and dist.is_main():
-        print(f"{n_ended} of {n * len(prompts)} samples ended within {max_new_tokens} tokens and are used")
+        print(f"{n_ended} of {n * len(prompts)} samples ended within --max-new-tokens and are used")
     return samples
 
 
@@ -123,7 +122,7 @@ def baselines_and_samples(name, held_out, tokenizer, args, device, seed, train=(
     likelier = [x[i] - x[j] for x, c in zip(logprobs, held_out) for i, j in labelled_pairs(c)]
     metrics = {"baseline/sft_logprob_accuracy": measures.accuracy(likelier)}
     prompts = list({c.key: c for c in [*held_out, *train]}.values())[: args.length_prompts]
-    samples = policy_samples(policy, prompts, tokenizer, 8, args.max_new_tokens, seed, args.slots)
+    samples = policy_samples(policy, prompts, tokenizer, 8, args, seed)
     return metrics, [c._replace(response_ids=[], samples=ids) for c, ids in zip(prompts, samples) if ids]
 
 
@@ -200,25 +199,21 @@ def with_policy_answers(train, name, tokenizer, args, device):
     ratios = [torch.zeros(len(c.response_ids), 0) for c in train]
     metrics = {}
     if k:
-        seq_logprobs = comparisons.seq_logprobs
-        size = args.micro_batch_size
-        score = partial(seq_logprobs, comparisons=train, micro_batch_size=size)
-        names = args.behavior_policies
-        by_policy = [pretrained.ask_policy(name, tokenizer, args, device, score) for name in names]
-        of_all = lambda i: torch.stack([of_each[i] for of_each in by_policy], 1)
-        behavior = [of_all(i) for i in range(len(train))] if by_policy else behavior_columns(train, args)
-        logprobs = seq_logprobs(policy, train, size)
-        ratios = [(of_policy[:, None] - of_others).exp() for of_policy, of_others in zip(logprobs, behavior)]
+        score = partial(comparisons.seq_logprobs, comparisons=train, micro_batch_size=args.micro_batch_size)
+        by_other = [pretrained.ask_policy(x, tokenizer, args, device, score) for x in args.behavior_policies]
+        of_all = lambda i: torch.stack([of_each[i] for of_each in by_other], 1)
+        behavior = [of_all(i) for i in range(len(train))] if by_other else behavior_columns(train, args)
+        ratios = [(of_pi[:, None] - of_others).exp() for of_pi, of_others in zip(score(policy), behavior)]
         metrics = {"ratio/clipped": (torch.cat(ratios) > args.ratio_clip).double().mean().item()}
     samples = [()] * len(train)
     if n:
         seed = dist.seed_of(args.seed, "samples")
         fitted = copy.copy(args)  # run.begin fits --slots to what is in memory then
         checks.fit_slots(fitted, [policy])
-        samples = policy_samples(policy, train, tokenizer, n, args.max_new_tokens, seed, fitted.slots)
+        samples = policy_samples(policy, train, tokenizer, n, fitted, seed)
     answered = []
     for c, of_labelled, ids in zip(train, ratios, samples):
-        # Samples have no advantage: their ratios of 1 only fill the tensor
+        # 1 is a placeholder: the loss ignores the advantages of samples
         of_all = torch.cat([of_labelled.clamp(max=args.ratio_clip), torch.ones(len(ids), k)])
         answered.append(c._replace(ratios=of_all, samples=ids))
     return answered, metrics
