@@ -425,6 +425,7 @@ GROUPS = {
             "the recipe, `--beta 0.5`": "=dpo/the_recipe",
             "the recipe, `--beta 1`": "dpo_iterative --beta 1",
             "the recipe, `--beta 2`": "=frontier/iterative_DPO_β_2",
+            "the recipe, `--beta 5`": "dpo_iterative --beta 5",
             "`--reference last`, `--beta 0.5`": "=dpo/reference_last",
             **sweep("`--reference last`", "--beta", ("1", "2", "5", "10"), "dpo_iterative --reference last"),
             "`--enhancer previous`, `--beta 0.5`": "=dpo/enhancer_previous",
