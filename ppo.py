@@ -181,7 +181,8 @@ class Args:
     """Held-out prompts answered once in each evaluation, at temperature 1."""
     patience: int = 0
     """Number of evaluations without a better held-out reward after which the run stops. The best version is
-    then exported, not the last; 0: never stop."""
+    then exported, not the last; 0: never stop. Its held-out metrics are those that it was chosen by, so they
+    are somewhat too good: compare it on other prompts."""
     save_every: int = 10
     """Iterations between checkpoints, of which the last is kept. A checkpoint is also written every ten
     minutes. 0: no checkpoints."""

@@ -44,8 +44,10 @@ class Document(NamedTuple):
 
     @property
     def questions(self) -> dict[tuple, int]:
-        answers = [i for i, m in enumerate(self.messages[:-1]) if self.all_turns and m["role"] == "assistant"]
-        return held_out_keys(self.messages[:i] for i in [*answers, -1])
+        roles = [message["role"] for message in self.messages[:-1]]
+        # An answer before any user turn (a greeting) has no question
+        answers = [i for i, role in enumerate(roles) if role == "assistant" and "user" in roles[:i]]
+        return held_out_keys(self.messages[:i] for i in [*(answers if self.all_turns else ()), -1])
 
 
 def turns_key(turns: list[dict]) -> str:
@@ -359,7 +361,6 @@ def of_each_comparison(forward, model, comparisons, micro_batch_size, share_prom
     forward: forward(model, batch) -> list with one value per comparison of the batch.
     Every rank must call it."""
     place = {id(c): i for i, c in enumerate(comparisons)}
-    values = []
-    for batch in my_comparison_batches(comparisons, model, micro_batch_size, share_prompt):
-        values += [(place[id(c)], value) for c, value in zip(batch.comparisons, forward(model, batch))]
+    mine = my_comparison_batches(comparisons, model, micro_batch_size, share_prompt)
+    values = [(place[id(c)], x) for batch in mine for c, x in zip(batch.comparisons, forward(model, batch))]
     return [value for _, value in sorted(dist.gather(values), key=lambda item: item[0])]

@@ -69,8 +69,7 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
     responses = []
     added = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
     special = {*tokenizer.all_special_ids, *added}
-    lengths = rollout.sample_mask.sum(1)
-    drawn = (rollout.response_tokens, rollout.sample_logprobs, lengths, rollout.finished)
+    drawn = (rollout.response_tokens, rollout.sample_logprobs, rollout.sample_mask.sum(1), rollout.finished)
     for tokens, logprobs, length, ended in zip(*(column.tolist() for column in drawn)):
         ids = tokens[:length]
         text = tokenizer.decode(ids, skip_special_tokens=True)
@@ -89,16 +88,14 @@ def sample_responses(model, tokenizer, prompts, *, n=1, seed=0, **options) -> li
     the ranks that share one copy of the model work on the same prompts.)
     seed: of this call. options: further keyword arguments of sampler.sample."""
     copy = dist.rank() // dist.ranks_per_copy
-    n_copies = dist.world_size() // dist.ranks_per_copy
-    my_indices = range(len(prompts))[copy::n_copies]
+    my_indices = range(len(prompts))[copy :: dist.world_size() // dist.ranks_per_copy]
     options["seed"] = (seed * 1000 + copy) % 2**63  # a user's seed may exceed a generator's limit
     options["progress"] = tqdm(
         total=len(my_indices) * n, desc="sample", unit="row", leave=False, dynamic_ncols=True,
         disable=None if dist.is_main() else True,  # None: show it if stderr is a terminal
     )  # fmt: skip
     with dist.consolidated(model), options["progress"]:
-        my_prompts = [prompts[i].ids for i in my_indices]
-        responses = my_responses(model, tokenizer, my_prompts, n=n, **options)
+        responses = my_responses(model, tokenizer, [prompts[i].ids for i in my_indices], n=n, **options)
     by_prompt = dict(dist.gather(list(zip(my_indices, split(responses, n)))))  # equal on one copy's ranks
     return [(prompts[i], response) for i in range(len(prompts)) for response in by_prompt[i]]
 

@@ -578,6 +578,18 @@ def test_mixture_with_weights_keeps_proportions_without_repeats(weights, counts,
     write(tmp_path / "a.jsonl", [{"prompt": f"p{i // 2}"} for i in range(300)])
     some = [row.data["prompt"] for row in mixtures.load_rows(f"{paths[0]}:0.5,{paths[1]}:0.5", "sft")[:100]]
     assert len(set(some)) == 50  # completions of a prompt stay together
+    for name in ("messages", "conversations"):
+        talks = [[user(f"copy {i}"), bot(text)] for i in range(100) for text in "ab"]
+        rows = [{name: talk, "label": i % 2 == 0} for i, talk in enumerate(talks)]
+        path = str(write(tmp_path / f"{name}.jsonl", rows))
+        half = [row.data[name][0]["content"] for row in mixtures.load_rows(f"{path}:0.5,{paths[1]}:0.5", "sft")[:100]]
+        assert len(half) == 100 and len(set(half)) == 50
+
+
+@pytest.mark.parametrize("preference, learnt", [(None, "b"), (0.5, "b"), (0.51, "b"), (0.49, "c"), (0, "c")])
+def test_of_a_pair_with_a_soft_label_the_likelier_answer_is_learnt(preference, learnt):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "preference": preference}
+    assert message_columns.sft_messages(row)[0] == [user("a"), bot(learnt)]
 
 
 def test_a_mixture_part_without_rows_is_an_error(tmp_path):
@@ -1245,6 +1257,19 @@ def test_every_answer_that_is_learnt_has_its_question_held_out(tokenizer, tmp_pa
     # an answer that is cut off is none the less the last one's, not the first one's
     [cut] = demonstrations.load_sft(write(tmp_path / "one.jsonl", rows[:1]), tokenizer, 6)
     assert len(cut.questions) == 2
+
+
+@pytest.mark.parametrize("before", [[], [SYSTEM]])
+def test_a_greeting_before_any_question_is_no_question(before, tokenizer, tmp_path):
+    """Else all dialogues of a data set that begins with one would have a question in common."""
+    rows = [{"messages": [*before, bot("hello"), user(f"copy {word}"), bot(word)]} for word in WORDS]
+    path = write(tmp_path / "rows.jsonl", rows)
+    load = functools.partial(demonstrations.load_sft, tokenizer=tokenizer, max_length=64)
+    documents = load(path)
+    assert [len(d.questions) for d in documents] == [1] * len(rows)
+    assert documents[0].questions != documents[1].questions
+    kept = load(path, held_out=[document_of(*before, bot("hello"), user(f"copy {WORDS[0]}"))])
+    assert len(kept) == len(rows) - 1
 
 
 def test_dialogues_with_the_same_first_turn_are_held_out_together(tokenizer, tmp_path):

@@ -638,6 +638,8 @@ def test_answers_in_the_data_are_a_policy_without_a_kl(small, tmp_path):
         ([{"completion": "ant", "label": False}, {"completion": "eel", "label": True}], "eel"),
         ([{"chosen": "ant", "rejected": "cat", "chosen_score": 2, "rejected_score": 1},
           {"chosen": "eel", "rejected": "cat", "chosen_score": 3, "rejected_score": 1}], "eel"),
+        ([{"chosen": "ant", "rejected": "eel", "chosen_score": 2, "rejected_score": 5, "preference": 0.2},
+          {"chosen": "dog", "rejected": "cat", "chosen_score": 3, "rejected_score": 1}], "eel"),
         ([{"responses": [{"text": "ant", "score": 1}, {"text": "cat", "score": 0}]},
           {"responses": [{"text": "dog", "score": 0}, {"text": "eel", "score": 3}]}], "eel"),
         ([{"completion": "ant"}, {"completion": "eel"}], "ant"),  # nobody says which is better: the first

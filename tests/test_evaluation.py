@@ -189,6 +189,21 @@ def test_the_loss_of_each_pair_counts_soft_labels_as_the_mean_loss_does(monkeypa
     assert losses_of(0.405)[1] == pytest.approx([0.673] * 2, abs=1e-3)
 
 
+def test_the_losses_of_a_ranking_are_one_number(monkeypatch):
+    """Three pairs of one prompt and one of another: their intervals count two prompts, not four pairs."""
+    def row(prompt, *scores):
+        responses = [{"rank": rank, "score": score} for rank, score in enumerate(scores)]
+        return {"prompt": prompt, "source": "s", "category": None, "responses": responses}
+
+    monkeypatch.setattr(reward_evaluation, "scores_of_each", lambda *_: [])
+    monkeypatch.setattr(reward_evaluation, "scored_rows", lambda *_: [row("p", 2.0, 1.0, 0.0), row("q", 0.0, 0.0)])
+    evaluate = reward_evaluation.HeldOutComparisons([], None)
+    nll = evaluate(None)["eval/nll"]
+    loss = lambda d: math.log(1 + math.exp(-d))
+    assert evaluate.losses == pytest.approx([(2 * loss(1) + loss(2)) * 2 / 4, loss(0) * 2 / 4])
+    assert sum(evaluate.losses) / 2 == pytest.approx(nll)
+
+
 def test_a_version_is_compared_by_the_kind_of_scorer_that_judged_it():
     """--resume changes the scorer from one that scores to one that compares: its tie margin is 0.1."""
     evaluation = object.__new__(version_evaluation.DPOEvaluation)

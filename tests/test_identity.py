@@ -56,6 +56,7 @@ def test_a_model_of_the_hub_is_its_commit_however_many_of_its_files_are_here(tmp
         assert pretrained.identity("org/name") == [commit]
         (cached / "snapshots" / commit / "model.safetensors").write_text("weights")
         assert pretrained.identity("org/name") == [commit]
+        assert pretrained.identity(str(cached / "snapshots" / commit)) == [commit]  # to resume with an earlier one
 
 
 @pytest.fixture
@@ -106,6 +107,8 @@ CASES = {  # what happens between: (options of the run, change, options of the r
     "--model named as the reference": ({}, None, {"reference": "sft"}, ["reference: None -> 'sft'"]),
     "another reference": ({"reference": "ref"}, None, {"reference": "rm"}, "content of --reference (reference"),
     "other weights of a model": ({}, lambda: other_weights("sft"), {}, "content of --model (under the same name)"),
+    "other weights and another rate": ({}, lambda: other_weights("sft"), {"lr": 0.2},
+                                       "content of --model (under the same name)"),
     "another tokenizer": ({}, lambda: write("sft/tokenizer_config.json", "{}"), {}, "content of --model"),
     "a moved model": ({}, lambda: copied("sft"), {"model": "copy_sft"}, ["model: 'sft' -> 'copy_sft'"]),
     "a page beside a model": ({}, lambda: write("sft/README.md", "a page"), {}, []),

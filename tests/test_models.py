@@ -403,6 +403,20 @@ def test_the_embeddings_reach_the_largest_id_of_a_tokenizer_whose_ids_have_gaps(
     assert len(policy.get_input_embeddings().weight) == len(policy.get_output_embeddings().weight) == V + 3
 
 
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_formats_that_transformers_can_undo_are_dequantised(tmp_path, method):
+    config = LlamaConfig(**SMALL).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+    assert pretrained._read_config(str(tmp_path)).quantization_config["dequantize"]
+
+
+def test_quantised_weights_are_not_trained():
+    policy = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
+    policy.is_quantized = True
+    with pytest.raises(InputError, match="quantised. Give a checkpoint in bfloat16 or float32"):
+        pretrained._ready(policy, TOKENIZER, {}, False)
+
+
 def test_a_quantised_multimodal_checkpoint_is_refused_because_its_text_part_would_lose_its_scales(tmp_path):
     config = transformers.Mistral3Config(text_config={"model_type": "mistral", **SMALL}).to_dict()
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))

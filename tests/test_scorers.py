@@ -432,6 +432,17 @@ def test_a_part_with_the_name_of_a_metric_of_the_scripts_is_refused(write, pairs
         scorers.score(scorer, pairs, 2)
 
 
+def test_a_toml_file_beside_a_function_is_part_of_it(tmp_path):
+    """The questions of ai_feedback.py are in one, which users edit."""
+    spec = f"{tmp_path / 'judge.py'}:f"
+    (tmp_path / "judge.py").write_text("def f(rows):\n    return []\n")
+    without = scorers.identity(spec)
+    (tmp_path / "judge.toml").write_text("question = 'a'")
+    first = scorers.identity(spec)
+    (tmp_path / "judge.toml").write_text("question = 'abc'")
+    assert len({str(x) for x in (without, first, scorers.identity(spec))}) == 3
+
+
 def test_sys_exit_in_a_users_code_is_an_error_and_not_the_end_of_a_run(write, pairs):
     scorer = write("raise SystemExit(0)")
     with pytest.raises(InputError, match="raised SystemExit: 0"):

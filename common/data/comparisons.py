@@ -178,9 +178,8 @@ def _labelled(row, min_score_gap) -> Comparison:
             raise formats.unreadable("rating", rating, f"not one of {', '.join(RATINGS)}")
         preference = _number(values, "preference", 0, 1)
         if label_scores and _ahead(label_scores, preference) < _least(min_score_gap):
-            raise ValueError(f"the chosen score is not {min_score_gap} or more higher (--min-score-gap)")
-        margin = _number(values, "margin", 0, math.inf)
-        labels.update(rating=rating, margin=margin, preference=preference)
+            raise ValueError(f"the scores contradict the label or differ by less than {min_score_gap}")
+        labels.update(rating=rating, margin=_number(values, "margin", 0, math.inf), preference=preference)
         if preference is not None:  # 0.5 is a label too: a tie
             ranks = [int(preference < 0.5), int(preference > 0.5)]
     if len({text.strip() for text in texts}) < 2:
@@ -348,8 +347,7 @@ def _pair(values):
     if turns_key(prompt) != turns_key(other):
         raise ValueError("chosen and rejected have different prompts")
     if more := (chosen.keys() | rejected.keys()) - {"role", "content"}:
-        why = f"chosen or rejected has {', '.join(sorted(more))}, which only demonstrations may have"
-        raise ValueError(why)
+        raise ValueError(f"chosen or rejected has {', '.join(sorted(more))}: only demonstrations may have it")
     return prompt, [chosen["content"], rejected["content"]]
 
 

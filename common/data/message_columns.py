@@ -48,12 +48,17 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
         texts, scores = ranking(row["responses"])
         messages = answered(row, texts[scores.index(max(scores))] if texts else None)
     elif "chosen" in row:
-        messages = answered(row, row["chosen"])
+        messages = answered(row, row.get(likelier(row)))
     elif row.keys() & {*DIALOGUES, "completion", "output", "responses", "chosen"} and prompt_of(row):
         raise ValueError("no response")
     else:
         raise WrongColumns(row, "SFT")
     return check_messages(messages, row), False
+
+
+def likelier(row) -> str:
+    """Return the side of a pair, chosen or rejected, that its soft label prefers; chosen without a label."""
+    return "rejected" if formats.number(formats.cells(row).get("preference", 1)) < 0.5 else "chosen"
 
 
 def dialogue_of(row) -> list[dict]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from common import dist
 from common.batches import Row
 from common.errors import InputError
-from common.data import formats, progress, tiny
+from common.data import formats, message_columns, progress, tiny
 from common.data.formats import columns
 
 # A part of a mixture: source?items:weight or source:weight. After items, the weight has a decimal point,
@@ -76,6 +76,7 @@ def _prompt_or_place(row):
     Completions of one prompt have the same key, so they stay together. Other rows have their place as the
     key, so that a sorted file is sampled evenly."""
     prompt = [row.data.get(column) for column in QUESTION]
+    prompt += [x[:-1] for x in map(row.data.get, message_columns.DIALOGUES) if isinstance(x, list)]
     return repr(prompt) if any(prompt) else row.where
 
 

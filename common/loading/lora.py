@@ -35,8 +35,7 @@ class LoraLinear(nn.Linear):
         """Compute W x plus the adapter's change, or only W x if the adapter is off."""
         if self.is_off:
             return super().forward(x)
-        change = linear(linear(x, self.lora_a), self.lora_b)
-        return super().forward(x) + change * (ALPHA / len(self.lora_a))
+        return super().forward(x) + linear(linear(x, self.lora_a), self.lora_b) * (ALPHA / len(self.lora_a))
 
 
 def attach(model, rank: int, seed: int):
@@ -47,8 +46,7 @@ def attach(model, rank: int, seed: int):
     are kept in it. rank: columns of the thin matrices. seed: of A's initial values. Every rank must call it.
     Raises InputError if there is no linear layer to adapt."""
     model.requires_grad_(False)
-    layers = dist.decoder_layers(model)
-    adapted = [m for layer in layers for m in layer.modules() if type(m) is nn.Linear]
+    adapted = [m for layer in dist.decoder_layers(model) for m in layer.modules() if type(m) is nn.Linear]
     if not adapted:
         raise InputError(f"--lora-rank: {model.config.model_type} has no linear layers to adapt")
     if dist.is_main():

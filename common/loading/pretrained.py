@@ -72,7 +72,7 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
     else:  # restore a template that read_at_end_token cut
         tokenizer.chat_template = _each(lambda x: CUT_TEMPLATE.sub(r"\1", x), tokenizer.chat_template)
     if not tokenizer.chat_template:
-        raise InputError(f"{name} has no chat template. Give one with --chat-template FILE (jinja)")
+        raise InputError(f"{name} has no chat template. Give --chat-template, or add a chat_template.jinja")
     end = _end_of_turn(tokenizer, name, chat_template)
     if end != tokenizer.eos_token_id:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
@@ -235,8 +235,7 @@ def load_scorer(name, tokenizer, n_outputs=None, gradient_checkpointing=False, s
         raise InputError(f"{name}: {type(model).__name__} has no linear head named score")
     if new_head and dist.is_main():
         deviation = (model.score.in_features + 1) ** -0.5
-        generator = torch.Generator().manual_seed(seed)
-        torch.nn.init.normal_(model.score.weight, 0, deviation, generator)
+        torch.nn.init.normal_(model.score.weight, 0, deviation, torch.Generator().manual_seed(seed))
     return _ready(model, tokenizer, (models.head_outputs,), gradient_checkpointing)
 
 
@@ -291,9 +290,9 @@ def identity(name, seed=0) -> list:
     """Return a list that changes when the model of this name does.
 
     For a folder it is its files' names and SHA-256, wherever the folder is; hidden files and .md files do not
-    count. For a model of the hub it is the commit, which is known once its config is on this machine. For
-    `tiny` it is the name and `seed`, the seed of its random weights. Raises InputError for a hub model that
-    is not on this machine."""
+    count. For a model of the hub it is the commit, which is known once its config is on this machine; so it
+    is for that commit's folder in the hub's cache (snapshots/COMMIT). For `tiny` it is the name and `seed`,
+    the seed of its random weights. Raises InputError for a hub model that is not on this machine."""
     folder = Path(find_model(name))
     if name == "tiny":
         return [name, seed]
@@ -301,7 +300,9 @@ def identity(name, seed=0) -> list:
         config = try_to_load_from_cache(name, "config.json")
         if not isinstance(config, str):
             raise InputError(f"{name} is neither a folder nor in this machine's cache of the hub")
-        return [Path(config).parent.name]
+        folder = Path(config).parent
+    if folder.parent.name == "snapshots":
+        return [folder.name]
     files = [file for file in sorted(folder.glob("[!.]*")) if file.is_file() and file.suffix != ".md"]
     with ThreadPoolExecutor() as pool:
         return list(map(list, zip([file.name for file in files], pool.map(sha256, files))))
@@ -343,7 +344,7 @@ def _read_config(name):
         text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
         text.architectures = [AutoModelForCausalLM._model_mapping[type(text)].__name__]
         config = text
-    elif method == "fp8":
+    elif method in ("fp8", "mxfp4"):
         config.quantization_config = {**quantization, "dequantize": True}  # a CPU does so anyway
     for part in (config, *(getattr(config, key) for key in config.sub_configs)):
         for key, value in part.to_dict().items() if part else ():
@@ -407,6 +408,8 @@ def _read(auto_class, name, config, seed, dtype=torch.float32, on_all_ranks=Fals
 
 def _ready(model, tokenizer, methods, gradient_checkpointing):
     """Make a loaded model ready for training: its embeddings, special ids, methods and training mode."""
+    if getattr(model, "is_quantized", False):
+        raise InputError(f"{model.name_or_path}: quantised. Give a checkpoint in bfloat16 or float32")
     _fit_embeddings(model, 1 + max(tokenizer.get_vocab().values()))  # not len(tokenizer): ids may have gaps
     model.config.pad_token_id = tokenizer.pad_token_id
     model.config.eos_token_id = tokenizer.eos_token_id

@@ -362,8 +362,7 @@ def revise(rows, labeler, principles, args):
             result["steps"].append({**comment, "revision": text, "used": used})
             talk["response"] = text if used else talk["response"]
     for talk, result, (_, ended) in zip(talks, results, firsts):
-        whole = ended or any(step["used"] for step in result["steps"])
-        text = talk["response"] if whole else ""
+        text = talk["response"] if ended or any(step["used"] for step in result["steps"]) else ""
         yield {"completion": text, "ai": result} if text else {"failed": f"no finished response{UNASKED}"}
 
 

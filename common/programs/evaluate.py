@@ -60,18 +60,18 @@ class Args:
     """Maximum number of tokens of prompt and response; with --scorers, tokens of the first model."""
     chat_template: str | None = None
     """Jinja file with the chat template, for policies without one or instead of their own."""
-    # policies: their answers
+    # of --policies only: their answers
     reference: str = "sft"
     """Name of the policy that all others are compared with; it must be one of --policies."""
     eval_prompts: int = 1000
-    """Number of prompts, a random subset of --dataset."""
+    """Number of prompts, a random subset of --dataset (with --scorers all pairs are used)."""
     temperatures: tuple[float, ...] = (1.0,)
     """Sampling temperatures, each with its own table; 0 is greedy."""
     max_new_tokens: int = 24
     """Maximum number of tokens of a response."""
     slots: int = 64
     """Number of responses that a rank decodes at once."""
-    # policies: their judges
+    # of --policies only: their judges
     scorer: str = "runs/reward"
     """Oracle that judges the answers. A scorer that a policy was trained on shows how well the policy has
     optimised it, not whether its answers are better."""
@@ -221,7 +221,8 @@ def scores_by_turn(rows, scorer) -> dict[str, float]:
 def score_of_answer(row) -> float:
     """Return the score, or else the label, that a row has for the answer that sft.py would learn; -inf
     without one."""
-    values = [row.get(name) for name in ("score", "chosen_score", "score_chosen", "label")]
+    side = mapping.value_or_error(message_columns.likelier, row)
+    values = [row.get(name) for name in ("score", f"{side}_score", f"score_{side}", "label")]
     with contextlib.suppress(ValueError):  # invalid responses: the row's reader reports them
         values = [max(message_columns.ranking(row["responses"])[1])] if "responses" in row else values
     scores = [mapping.value_or_error(formats.number, x) for x in values]
@@ -420,7 +421,8 @@ def load_pairs(paths, args):
     # An oracle or a rater names a model after the equals sign
     models = [re.sub(r"^common\.programs\.\w+:\w+=", "", path) for path in paths.values()]
     with_tokens = [name for name in models if not re.match(functions.NAMED, name)]
-    tokenizer = pretrained.load_tokenizer([*with_tokens, "tiny"][0], args.chat_template, quiet=True)
+    # All are read, so that a wrong name is found now and not when its turn comes
+    tokenizer, *_ = [pretrained.load_tokenizer(x, args.chat_template, True) for x in [*with_tokens, "tiny"]]
     if not with_tokens:
         tokenizer.unk_token = None  # all scorers read text, so words that the tokenizer lacks are fine
     held_out = comparisons.load(args.dataset, args.split, tokenizer, args.max_length)

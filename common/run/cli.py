@@ -101,7 +101,7 @@ def parse(recipes, argv=None):
         args, every = _parse_flags(recipes, name, argv)
     if helps:
         _parse_flags(recipes, name, [*argv, "--help"])  # ends the process
-    if not named or name != first:  # a user who names tiny means it
+    if not named or name != "tiny":  # a user who names tiny means it
         check_own_data(strange, args, argv)
     if "base" in recipes and dist.is_main():
         always = "model lr value_lr max_length max_new_tokens batch_size minibatch_size epochs"
@@ -153,16 +153,16 @@ def not_tiny(args, defaults):
     """Return the first flag, with its value, that names data or a model outside the tiny world, or None. The
     tiny world's hyperparameters would ruin a pretrained model."""
     for name, value in vars(args).items():
-        of_model = name in ("model", "policy", "policies")
+        of_model = name in ("model", "policy", "policies", "scorers")
         of_data = name.endswith(("dataset", "_data"))
-        words = [word.split("=")[-1] for word in value] if name == "policies" else [value]
+        words = [word.split("=")[-1] for word in value] if name in ("policies", "scorers") else [value]
         for word in words:
             # A default that does not exist is reported elsewhere
             missing = value == getattr(defaults, name) and not Path(str(word)).exists()
             if missing or not word:
                 continue
             strange = of_data and not mixtures.is_tiny(word)
-            if strange or of_model and not _is_tiny_model(word):
+            if strange or of_model and ":" not in word and not _is_tiny_model(word):  # : a function scores
                 return f"--{name.replace('_', '-')} {word}"
 
 

@@ -31,8 +31,7 @@ def of_run(args, held_out) -> dict:
     it, because it reads whole files.
 
     held_out: fingerprint of the held-out set (`fingerprint` of an evaluation)."""
-    messages = json.dumps(held_out, default=str).encode()
-    fingerprints = {"held-out set": hashlib.sha256(messages).hexdigest()}
+    fingerprints = {"held-out set": hashlib.sha256(json.dumps(held_out, default=str).encode()).hexdigest()}
     for name, value in vars(args).items():
         if name in ("policy", "reference") and value in (None, "sft"):
             value = getattr(args, "model", value)  # evaluate has no --model; its --reference is a name
@@ -60,12 +59,15 @@ def changes(before: dict, now: dict, folder) -> list[str]:
     old, new = _settings(before), _settings(now)
     names = [x for x in sorted(old.keys() & new.keys()) if x not in ("resume", "overwrite", "output_dir")]
     lines = {x: f"{x}: {old[x]!r} -> {new[x]!r}" for x in names if old[x] != new[x]}
-    why = f" ({'; '.join(lines.values()) or 'under the same name'})"
+    every = "; ".join(lines.values()) or "under the same name"
     old, new = before.get("began_with", now["began_with"]), now["began_with"]
     lines.update({x: x for x in sorted(old.keys() | new.keys()) if old.get(x) != new.get(x)})
     script = now["stage"].split()[0]
     for name in (x for pattern in REFUSED for x in lines if re.fullmatch(pattern, f"{script}: {x}")):
-        what = lines[name] + why * (name == lines[name])
+        flag = name.partition("content of --")[2].replace("-", "_")
+        # The content of a flag changes with the flag, with the seed of tiny's weights or under the same name
+        why = lines.get(flag, lines.get("seed", "under the same name")) if flag else every
+        what = lines[name] + f" ({why})" * (name == lines[name])
         mend = "Resume with the original one, or start again with --overwrite."
         raise InputError(f"--resume: {folder} was started with another {what}. {mend}")
     return list(lines.values())

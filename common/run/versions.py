@@ -170,5 +170,4 @@ class Versions:
         before = metrics[str(self.first)] if self.first in same else {}
         summary = {**summary, "steps": self.step, "versions": metrics}
         model = self.load(self.path(self.last))
-        after = metrics[str(self.last)]
-        self.run.write_results(model, self.tokenizer, rows, summary, before, after)
+        self.run.write_results(model, self.tokenizer, rows, summary, before, metrics[str(self.last)])

@@ -56,8 +56,7 @@ def gains(before: list[dict], after: list[dict], columns: dict[str, str]) -> dic
     metrics = {}
     for key, column in columns.items():
         if after and column in after[0]:
-            first = [row[column] for row in before]
-            metrics.update(change(key, first, [row[column] for row in after]))
+            metrics.update(change(key, [row[column] for row in before], [row[column] for row in after]))
     return metrics
 
 

@@ -1,6 +1,7 @@
 """Evaluate reward.py and advantage_model.py on held-out comparisons, and get the log probabilities and the
 responses that they need from a language model, the policy whose responses they score."""
 
+import collections
 import copy
 import itertools
 import math
@@ -38,7 +39,8 @@ class HeldOutComparisons:
     comparisons, overall and by data set and category. Each call sets:
 
     samples: the comparisons as rows of samples.jsonl, with the new scores.
-    losses: negative log-likelihood of each pair's label."""
+    losses: negative log-likelihood of each comparison's labels, scaled so that its mean is that of all pairs
+      (pairs of one prompt are not independent)."""
 
     def __init__(self, held_out, args):
         self.held_out = held_out
@@ -54,8 +56,9 @@ class HeldOutComparisons:
         pairs = measures.pairs_of(self.samples)
         differences = torch.tensor([float(d) for d, *_ in pairs])
         label = torch.tensor([measures.label_of(self.samples[number]) for _, number, *_ in pairs])
-        nll = torch.nn.functional.binary_cross_entropy_with_logits
-        self.losses = nll(differences, label, reduction="none").tolist()
+        nll = torch.nn.functional.binary_cross_entropy_with_logits(differences, label, reduction="none")
+        sizes = list(collections.Counter(number for _, number, *_ in pairs).values())
+        self.losses = [x.sum().item() * len(sizes) / len(pairs) for x in nll.split(sizes)]
         for (_, name), rows in measures.parts_of(self.samples if metrics["pairs"] else []).items():
             differences = [d for d, *_ in measures.pairs_of(rows)]
             metrics[f"accuracy/{name}"] = measures.accuracy(differences)

@@ -88,7 +88,8 @@ def identity(name, seed=0) -> dict:
     """Identify a scorer by content, so that a renamed folder is the same scorer and an edited file is not.
 
     Returns {"content": that of the model's files}, or {"function": [file or module, function, text], "file":
-    hash of the file with the function}. If the text names a model, the content of the model replaces it."""
+    hashes of the file with the function and of the .toml beside it}. If the text names a model, the content
+    of the model replaces it."""
     term = functions.term_of(name)
     if not term:
         return {"content": pretrained.identity(name, seed)}
@@ -97,8 +98,9 @@ def identity(name, seed=0) -> dict:
     text = term.text
     with contextlib.suppress(InputError, OSError, ValueError):  # it may name a model
         text = text and pretrained.identity(text)
-    # A module that is not written in Python has no file
-    return {"function": [Path(place).name, function, text], "file": file and pretrained.sha256(file)}
+    # A module that is not written in Python has no file; ai_feedback's questions are in a .toml beside it
+    read = [x for x in (file, Path(file).with_suffix(".toml")) if Path(x).is_file()] if file else []
+    return {"function": [Path(place).name, function, text], "file": [pretrained.sha256(x) for x in read]}
 
 
 def same_tokens(a, b) -> bool:

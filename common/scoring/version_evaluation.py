@@ -111,8 +111,7 @@ class DPOEvaluation:
         self.scorer = scorer
         self.tokenizer = tokenizer
         self.args = args
-        keys = [prompt.key for prompt in self.prompts]
-        self.fingerprint = keys + comparisons.fingerprint(held_out_pairs)
+        self.fingerprint = [p.key for p in self.prompts] + comparisons.fingerprint(held_out_pairs)
 
     def __call__(self, policy, version, evaluations) -> dict:
         pairs = self.held_out_pairs
