@@ -682,7 +682,7 @@ def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_
         (["--policy", "tiny"], "unknown argument .*--polic"),
         (["--scorers", GOLD], "--scorers .*: expected nothing together with --policies"),
         (["--policies", "--scorers", f"a={GOLD}", f"a={SAFETY}"], "--scorers: two entries are named 'a'"),
-        (["--policies", "--scorers", "/nowhere/run"], "there is no /nowhere/run"),
+        (["--policies", "--dataset", "tiny", "--scorers", f"a={GOLD}", "b=/nowhere/run"], "there is no /nowhere/run"),
         (["--edits", "5"], "--edits 5: expected 0 without --scorers"),
         (["everything"], "unknown recipe"),
     ],
