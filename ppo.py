@@ -443,7 +443,7 @@ def run_iteration(
     kl = estimate_advantages(rollout, args)
     if not kl <= args.max_kl:
         why = f"iteration {iteration}: the KL is {kl:.1f} nats per response (--max-kl {args.max_kl:g})"
-        raise Diverged(f"{why}: raise --kl-coef or lower --lr (or --max-kl, if --reference is far)")
+        raise Diverged(f"{why}: lower --lr or raise --kl-coef (or --max-kl, if --reference is far)")
     lap("estimate")
 
     # 4. update: one optimiser step per minibatch; during warm-up only the value model learns

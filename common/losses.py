@@ -305,7 +305,8 @@ def ppo_policy_loss(logprobs, old_logprobs, advantages, action_mask, clip_ratio=
     with torch.no_grad():
         metrics = {"loss_sum": loss_sum.detach(), "n_tokens": n, "ratio_sum": masked_sum(ratio, action_mask)}
         metrics["n_clipped"] = ((clipped < plain) & action_mask).sum()
-        metrics["ratio_max"] = torch.cat([ratio[action_mask], ratio.new_zeros(1)]).max()
+        # With a 0, since there may be no rows
+        metrics["ratio_max"] = torch.cat([(ratio * action_mask).flatten(), ratio.new_zeros(1)]).max()
         metrics["approx_kl_sum"] = masked_sum(torch.expm1(logratio) - logratio, action_mask)
     return loss_sum / (n if n_tokens is None else n_tokens), metrics
 

@@ -291,8 +291,9 @@ def identity(name, seed=0) -> list:
 
     For a folder it is its files' names and SHA-256, wherever the folder is; hidden files and .md files do not
     count. For a model of the hub it is the commit, which is known once its config is on this machine; so it
-    is for that commit's folder in the hub's cache (snapshots/COMMIT). For `tiny` it is the name and `seed`,
-    the seed of its random weights. Raises InputError for a hub model that is not on this machine."""
+    is for that commit's folder in the hub's cache (models--ORG--NAME/snapshots/COMMIT). For `tiny` it is the
+    name and `seed`, the seed of its random weights. Raises InputError for a hub model that is not on this
+    machine."""
     folder = Path(find_model(name))
     if name == "tiny":
         return [name, seed]
@@ -301,7 +302,7 @@ def identity(name, seed=0) -> list:
         if not isinstance(config, str):
             raise InputError(f"{name} is neither a folder nor in this machine's cache of the hub")
         folder = Path(config).parent
-    if folder.parent.name == "snapshots":
+    if re.search(r"(^|/)models--[^/]+/snapshots/[^/]+$", folder.as_posix()):
         return [folder.name]
     files = [file for file in sorted(folder.glob("[!.]*")) if file.is_file() and file.suffix != ".md"]
     with ThreadPoolExecutor() as pool:
