@@ -342,8 +342,8 @@ def plan_of(offline, first_prompts, prompts, args) -> str:
 
 def why_none(dropped, iteration) -> str:
     """Explain why no prompt gave a pair."""
-    reasons = "in {same} all responses, or the best and the worst, are the same; in {tied} all have one "
-    reasons += "score; in {unfinished} the best did not end in time, is empty or has a special token"
+    reasons = "in {same} all responses, or best and worst, are the same; in {tied} all have one score; "
+    reasons += "in {unfinished} the best did not end within --max-new-tokens, is empty or has a special token"
     return f"iteration {iteration}: no pair in {sum(dropped.values())} prompts: {reasons.format(**dropped)}"
 
 

@@ -182,7 +182,7 @@ REASONS = [  # (row, part of the reason)
     (pair(margin=10**400), "margin 1000"),  # an integer beyond float
     ({"prompt": "copy ant", "responses": responses(ant=10**400, cat=1)}, "not a list of {text, score}"),
     (pair(preference=True), "preference True is not a number from 0 to 1"),
-    (pair(chosen_score=1, rejected_score=3), "the scores contradict the label or differ by less than 0.0"),
+    (pair(chosen_score=1, rejected_score=3), "the scores contradict the label or are within --min-score-gap 0.0"),
     (pair("please tell me what the capital of france is", "paris", "rome"), "check --model"),
 ]
 
@@ -253,7 +253,7 @@ def test_min_score_gap_of_pairs(gap, kept, load, capsys):
         pair("copy cat"),  # no scores: nothing to go by
     ]
     assert len(load(rows, min_score_gap=gap)) == kept
-    reason = f"the scores contradict the label or differ by less than {gap}"
+    reason = f"the scores contradict the label or are within --min-score-gap {gap}"
     assert why(capsys) == ({reason: 3 - kept} if kept < 3 else {})
 
 

@@ -178,7 +178,7 @@ def _labelled(row, min_score_gap) -> Comparison:
             raise formats.unreadable("rating", rating, f"not one of {', '.join(RATINGS)}")
         preference = _number(values, "preference", 0, 1)
         if label_scores and _ahead(label_scores, preference) < _least(min_score_gap):
-            raise ValueError(f"the scores contradict the label or differ by less than {min_score_gap}")
+            raise ValueError(f"the scores contradict the label or are within --min-score-gap {min_score_gap}")
         labels.update(rating=rating, margin=_number(values, "margin", 0, math.inf), preference=preference)
         if preference is not None:  # 0.5 is a label too: a tie
             ranks = [int(preference < 0.5), int(preference > 0.5)]
