@@ -170,8 +170,7 @@ def best_against_worst(sampled, scores, iteration, args):
         rewards = torch.tensor([score for _, _, score in group], dtype=torch.float64)
         characters = torch.tensor([len(response.text) for response in answers])
         rewards = length_penalty(rewards, characters, args.length_penalty)
-        usable = [bool(each.finished and each.clean and each.text.strip()) for each in answers]
-        best = answers[max(range(len(answers)), key=lambda i: (rewards[i].item(), usable[i]))]
+        best = answers[max(range(len(answers)), key=lambda i: (rewards[i].item(), answers[i].usable))]
         worst = answers[rewards.argmin()]
         if len({response.text.strip() for response in answers}) == 1:
             dropped["same"] += 1
@@ -179,7 +178,7 @@ def best_against_worst(sampled, scores, iteration, args):
             dropped["tied"] += 1
         elif best.text.strip() == worst.text.strip():  # equal texts can have different scores
             dropped["same"] += 1
-        elif not (best.finished and best.clean and best.text.strip()):
+        elif not best.usable:
             dropped["unfinished"] += 1
         else:
             pair = Comparison(

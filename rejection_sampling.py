@@ -170,7 +170,7 @@ def select(sampled, scores, threshold=None):
         usable = {}  # text -> index
         for i in group:
             response = sampled[i][1]
-            if response.finished and response.clean and response.text.strip():
+            if response.usable:
                 usable.setdefault(response.text.strip(), i)
         if threshold is not None:
             chosen += [i for i in usable.values() if scores[i] >= threshold]

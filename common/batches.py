@@ -199,8 +199,8 @@ class Batch(NamedTuple):
     position_ids: torch.Tensor  # (B, T), 0 at the first token of a document; they go on after a shared prompt
     action_mask: torch.Tensor  # (B, T-1), True where token t+1 is a response token
     token_indices: torch.Tensor  # (2, n), row and column of each True in action_mask
-    # (2, n), where the token stands that predicts each response token: token_indices, except that the first
-    # token of a response is predicted by the last one of a prompt that it shares
+    # (2, n), row and column of the token that is read to predict each response token: token_indices, except
+    # that the first token of a response is predicted at the end of a prompt that it shares
     sources: torch.Tensor
     documents: list[Document]  # in the order of their rows and columns
     attention_mask: torch.Tensor | None = None  # (B, 1, T, T) bool, if a prompt is shared: tree_mask

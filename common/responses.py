@@ -45,6 +45,11 @@ class Response(NamedTuple):
     logprobs: tuple[float, ...] = ()  # of each id, nats, under the sampler's distribution; () if unknown
     written: str = ""  # text with special tokens shown, for reward functions; "" without special tokens
 
+    @property
+    def usable(self) -> bool:
+        """Whether a policy may learn it: it ended, has words, and no special token before the end."""
+        return self.finished and self.clean and bool(self.text.strip())
+
 
 def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) -> list[Response]:
     """Sample n responses to each prompt on this rank only; those to one prompt are next to each other.

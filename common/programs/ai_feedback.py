@@ -396,8 +396,7 @@ def tags_of_row(row) -> set[str]:
     tags = row.get("tags")
     category = row.get("category")
     tags = tags or ([] if category is None else [str(category)])
-    is_list = isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)
-    return set(tags) if is_list else set()
+    return set(tags) if isinstance(tags, list) and all(isinstance(tag, str) for tag in tags) else set()
 
 
 def hindsight(rows, labeler, principles, args):

@@ -129,11 +129,11 @@ def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
         pairs = answers(policy, tokenizer, prompts, args, dist.seed_of(args.seed, "sr"))
     responses = [response for _, response in pairs]
     values = values_of(args.criterion, policy, scorer, pairs, args.score_batch_size, args.seed)
-    usable = [response.finished and response.clean and bool(response.text.strip()) for response in responses]
+    usable = [response.usable for response in responses]
     if not any(usable):
         raise InputError(f"no response ended within {args.max_new_tokens} tokens (--max-new-tokens)")
-    sign = 1 if args.criterion == "score" else -1  # low entropy and short responses are best
-    scores = [sign * value for value in values]
+    # Low entropy and short responses are best
+    scores = values if args.criterion == "score" else [-value for value in values]
     chosen = select(embeddings, scores, usable, args.clusters, args.per_cluster, args.seed)
     chosen = dist.gather([chosen])[0]  # rank 0's choice: k-means may round differently on other ranks
     row = lambda i: {"prompt": prompts[i].turns, "completion": responses[i].text}

@@ -60,7 +60,7 @@ def launch(main, recipes):
             state = Run.current.state  # a round of ppo.py is several optimiser steps
             step = 1 + state.get("optimizer_steps", state.get("first_step", 0) + state["step"])
             message = f"step {step}: {message}"
-        if isinstance(error, Diverged) and hasattr(Run.current and Run.current.args, "save_every"):
+        if isinstance(error, Diverged) and Run.current and hasattr(Run.current.args, "save_every"):
             message = f"{message}; {Run.current.last_checkpoint}"
         if dist.rank() > 0:
             # If all ranks fail with the same error, rank 0 prints it, and torchrun ends the others meanwhile

@@ -69,8 +69,7 @@ class RejectionSamplingEvaluation:
         lowest = min((scores.min().item() for scores in scored), default=0.0)
         for temperature, answers, scores in zip(args.temperatures, rounds, scored):
             largest, median = measures.best_of_n(scores)
-            usable = [r.finished and r.clean and bool(r.text.strip()) for _, r in answers]
-            selectable = torch.where(torch.tensor(usable).view(-1, k), scores, lowest)
+            selectable = torch.where(torch.tensor([r.usable for _, r in answers]).view(-1, k), scores, lowest)
             curves.append({
                 "policy": f"version {version}", "scorer": self.scorer.version,
                 "finished": sum(response.finished for _, response in answers) / len(answers),
