@@ -222,9 +222,15 @@ TEMPLATES = {
 
 @pytest.fixture(params=TEMPLATES)
 def classifier(request, tmp_path):
-    """(a name, its tokenizer, its prompts and responses): a classifier as others publish it, whose template
-    writes something after an answer's end token, or writes no end token."""
-    tokenizer = byte_tokenizer(TEMPLATES[request.param])
+    """A classifier whose template writes something after an answer's end token, or writes no end token."""
+    return published(TEMPLATES[request.param], tmp_path)
+
+
+def published(template, tmp_path, before_end=""):
+    """(a name, its tokenizer, its prompts and responses): a classifier as others publish it.
+
+    before_end: what the policy, and its template, write between an answer and its end token."""
+    tokenizer = byte_tokenizer(template)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape |= {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id, "initializer_range": 0.3}
     torch.manual_seed(0)
@@ -234,9 +240,9 @@ def classifier(request, tmp_path):
     pairs = []
     for question, answer in (("a b", "ba"), ("c", "cc abba")):
         ids = chat.prompt_ids(tokenizer, [user(question)])
-        said, end = tokenizer(answer)["input_ids"], tokenizer.eos_token_id
+        said, end = tokenizer(answer)["input_ids"], [*tokenizer(before_end)["input_ids"], tokenizer.eos_token_id]
         prompt = responses.Prompt(ids, [user(question)], Row("f:1", {}))
-        ways = responses.Response([*said, end], answer, True), responses.Response(said, answer, False)
+        ways = responses.Response([*said, *end], answer, True), responses.Response(said, answer, False)
         pairs += [(prompt, response) for response in ways]
     return str(tmp_path / "rm"), tokenizer, pairs
 
@@ -253,6 +259,20 @@ def test_a_foreign_classifier_is_read_at_transformers_token(same_tokens, classif
     assert scorer.same_tokens
     got = scorers.score(scorer._replace(same_tokens=same_tokens), pairs, 3)
     assert got == pytest.approx(read_by_transformers(name, pairs), abs=1e-5)
+
+
+@pytest.mark.parametrize("same_tokens", [True, False])
+def test_what_a_template_writes_before_its_end_token_is_scored_once(same_tokens, tmp_path):
+    """Llama 2's writes a space there. A policy has learnt to write it, and so has a text that the template
+    encodes, so only a response that was cut gets it from the scorer."""
+    template = CHATML.replace("<|im_end|>", " <|im_end|>")
+    name, tokenizer, pairs = published(template, tmp_path, before_end=" ")
+    scorer = scorers.load_scorer(name, tokenizer, CPU)._replace(same_tokens=same_tokens)
+    want = read_by_transformers(name, pairs)
+    assert scorers.score(scorer, pairs, 3) == pytest.approx(want, abs=1e-5)
+    twice = [(p, r._replace(ids=[*r.ids[:-1], *tokenizer(" ")["input_ids"], r.ids[-1]])) for p, r in pairs[::2]]
+    wrong = scorers.score(scorer._replace(same_tokens=True), twice, 3)
+    assert min(abs(a - b) for a, b in zip(want[::2], wrong)) > 1e-3
 
 
 def test_a_scorer_trained_here_is_read_at_the_end_token_by_transformers_too(classifier, tmp_path):

@@ -185,27 +185,28 @@ def _encode(scorer, prompt, response, end) -> Comparison:
     Raises InputError if the sequence is still too long."""
     room = models.n_positions(scorer.model.config)
     eos = scorer.tokenizer.eos_token_id
+    from_eos = end[end.index(eos) :] if eos in end else []  # some templates write a space before it
     if scorer.same_tokens:
         prompt_ids = prompt.ids
         ended = response.finished or response.ids[-1:] == [eos]  # Pool stores finished and clean as one
         ids = response.ids[:-1] if ended else response.ids
+        end = (ended and from_eos) or end
         if len(prompt_ids) + len(response.ids) <= room:  # if only the end does not fit, shorten the text
             ids = ids[: room - len(prompt_ids) - len(end)]
-        ids = [*ids, *end]
     else:
         prompt_ids, ids = _in_its_tokens(scorer, prompt, response.text)
-        end = end if eos in end else []  # without eos, the encoded text already has the template's end
+        end = from_eos  # the encoded text already has what the template writes before it
         if len(prompt_ids) + len(ids) + len(end) > room:
             progress.note(f"{scorer.name} has {room} positions: it scores the beginning of longer responses")
             ids = ids[: max(1, room - len(prompt_ids) - len(end))]
-        ids = [*ids, *end]
+    ids = [*ids, *end]
     n = len(prompt_ids) + len(ids)
     if n > room:
         where = prompt.row.where
         raise InputError(f"{where}: prompt and response have {n} tokens, {scorer.name} has {room} positions")
-    ids = ids or [eos]  # the score is read at a token, and a template may add nothing to an empty response
     prompt_ids = torch.tensor(prompt_ids)
-    ids = torch.tensor(ids)
+    # The score is read at a token, and a template may add nothing to an empty response
+    ids = torch.tensor(ids or [eos])
     return Comparison(prompt.turns, [response.text], prompt_ids, [ids], torch.zeros(1), "", prompt.row)
 
 
