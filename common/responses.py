@@ -64,9 +64,9 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
     end_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     stop = sorted({tokenizer.eos_token_id, *(end_ids if isinstance(end_ids, list) else ())})
     vocab_size = 1 + max(tokenizer.get_vocab().values())  # not len(tokenizer): ids may have gaps
-    pad_id = tokenizer.pad_token_id  # looked up once: for each token it would take a third of this function
+    options.update(stop_ids=stop, pad_id=tokenizer.pad_token_id, vocab_size=vocab_size)
     try:
-        rollout = sample(model, prompts, n=n, stop_ids=stop, pad_id=pad_id, vocab_size=vocab_size, **options)
+        rollout = sample(model, prompts, n=n, **options)
     except ValueError as error:  # for example a model with a cache of its own kind
         raise InputError(f"{error}: this model cannot be sampled") from None
     except FloatingPointError as error:
@@ -77,10 +77,10 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
     drawn = (rollout.response_tokens, rollout.sample_logprobs, rollout.sample_mask.sum(1), rollout.finished)
     for tokens, logprobs, length, ended in zip(*(column.tolist() for column in drawn)):
         ids = tokens[:length]
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        clean = special.isdisjoint(ids[:-1])
-        body = [i for i in ids[: length - ended] if i != pad_id]
-        written = "" if special.isdisjoint(body) else tokenizer.decode(body)
+        body = ids[: length - ended]  # without the end token, which some tokenizers do not mark as special
+        text = tokenizer.decode(body, skip_special_tokens=True)
+        clean = special.isdisjoint(body)
+        written = "" if clean else tokenizer.decode(body)
         responses.append(Response(ids, text, ended, clean, tuple(logprobs[:length]), written))
     return responses
 

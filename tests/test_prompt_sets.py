@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import CPU, SYSTEM, TALK, TOKENIZER, bot, prompt, row, user, write_rows
-from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
+from transformers import AddedToken, AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from common import dist, responses
 from common.batches import Row, split
@@ -377,12 +377,44 @@ def test_a_response_with_a_special_token_before_its_end_is_not_clean(named, firs
     assert (strange.text, strange.finished, strange.clean, clean.clean) == ("ant", True, False, True)
 
 
+def test_a_drawn_padding_token_is_shown_to_reward_functions(monkeypatch):
+    """Left out, it would join two words that the policy wrote apart, and the function would reward that."""
+    ids = TOKENIZER.convert_tokens_to_ids("ant <|pad|> owl <|end|>".split())
+    every = torch.ones(1, 4, dtype=torch.bool)
+    fake = Rollout(torch.tensor([0]), torch.tensor([ids]), every, torch.zeros(1, 4), torch.tensor([True]))
+    monkeypatch.setattr(responses, "sample", lambda *args, **options: fake)
+    [response] = responses.my_responses(None, TOKENIZER, [[1]], max_new_tokens=4)
+    assert (response.written, response.clean, response.usable) == ("ant <|pad|> owl", False, False)
+
+
+@pytest.mark.parametrize("ends_turns", [True, False], ids=["of the template", "of the generation config"])
+def test_an_end_token_that_is_not_marked_special_is_not_in_the_text(ends_turns, tmp_path, monkeypatch):
+    """A function that compares whole answers would find none of them right."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens([AddedToken("<|stop|>", special=False)])
+    if ends_turns:
+        tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "<|stop|>")
+    for part in (tokenizer, tiny.model().config):
+        part.save_pretrained(tmp_path)
+    read = pretrained.load_tokenizer(str(tmp_path), quiet=True)
+    stop = read.convert_tokens_to_ids("<|stop|>")
+    assert (read.eos_token_id == stop) is ends_turns
+    ids = torch.tensor([[read.convert_tokens_to_ids("ant"), stop], [stop, read.pad_token_id]])
+    mask = torch.tensor([[True, True], [True, False]])
+    fake = Rollout(torch.tensor([0, 0]), ids, mask, torch.zeros(2, 2), torch.tensor([True, True]))
+    monkeypatch.setattr(responses, "sample", lambda *args, **options: fake)
+    full, empty = responses.my_responses(None, read, [[1]], n=2, max_new_tokens=2)
+    assert (full.text, full.usable) == ("ant", True) and (empty.text, empty.usable) == ("", False)
+
+
 # -- models with several end tokens --------------------------------------------------------------
-def test_sampling_stops_at_each_end_token_and_an_export_keeps_them(tmp_path, monkeypatch):
-    """For a model whose generation_config lists two, as Llama 3's and Qwen's do."""
+@pytest.mark.parametrize("listed", [True, False])
+def test_sampling_stops_at_each_end_token_and_an_export_keeps_them(listed, tmp_path, monkeypatch):
+    """For a model whose generation_config lists two, as Llama 3's and Qwen's do, or has a single one that is
+    not the template's, as in Qwen's base models."""
     asked, plain, other = [], responses.sample, TOKENIZER.convert_tokens_to_ids("<|unk|>")
     model = tiny.model()
-    model.generation_config.eos_token_id = [other, EOS]
+    model.generation_config.eos_token_id = [other, EOS] if listed else other
     model.save_pretrained(tmp_path / "two")
     TOKENIZER.save_pretrained(tmp_path / "two")
     model = dist.shard(pretrained.load_policy(str(tmp_path / "two"), TOKENIZER), CPU)

@@ -75,7 +75,8 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
         raise InputError(f"{name} has no chat template. Give --chat-template, or add a chat_template.jinja")
     end = _end_of_turn(tokenizer, name, chat_template)
     if end != tokenizer.eos_token_id:
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+        # Not `tokenizer.eos_token = ...`, which would leave it in texts decoded without special tokens
+        tokenizer.add_special_tokens({"eos_token": tokenizer.convert_ids_to_tokens(end)})
         say(f"{name}: the end-of-sequence token is now {tokenizer.eos_token!r}, as in the chat template")
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         # If padding were the end-of-sequence token, masks made from ids would drop real ends of sequences
@@ -161,8 +162,10 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank
     model = _read(AutoModelForCausalLM, name, _read_config(name), seed)
     sampling = model.generation_config
     end = tokenizer.eos_token_id
-    ends = sampling.eos_token_id if isinstance(sampling.eos_token_id, list) else []
-    more = [token for token in ends if token != end]  # Llama 3 and Qwen end with either of two tokens
+    ends = sampling.eos_token_id if isinstance(sampling.eos_token_id, list) else [sampling.eos_token_id]
+    # Llama 3 and Qwen end with either of two tokens, Qwen's base models with one that their template lacks. A
+    # default of transformers may be any word of a tokenizer
+    more = [i for i in ends if i != end and i in tokenizer.added_tokens_decoder]
     sampling.pad_token_id = tokenizer.pad_token_id
     sampling.eos_token_id = [end, *more] if more else end
     model.generation_config = _valid(sampling, name)
