@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from common import batches, dist, models, responses
 from common.errors import InputError
-from common.data import chat, comparisons, progress, tiny
+from common.data import chat, comparisons, tiny
 from common.data.files import read_jsonl
 from common.data.mixtures import random_subset
 from common.loading import pretrained
@@ -683,7 +683,6 @@ def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_
         (["--scorers", GOLD], "--scorers .*: expected nothing together with --policies"),
         (["--policies", "--scorers", f"a={GOLD}", f"a={SAFETY}"], "--scorers: two entries are named 'a'"),
         (["--policies", "--dataset", "tiny", "--scorers", f"a={GOLD}", "b=/nowhere/run"], "there is no /nowhere/run"),
-        (["--edits", "5"], "--edits 5: expected 0 without --scorers"),
         (["everything"], "unknown recipe"),
     ],
 )
@@ -752,72 +751,6 @@ def test_scorers_are_compared_on_the_same_labelled_pairs(compared):
         [r["text"] for row in compared.rows if row["scorer"] == n for r in row["responses"]] for n in found
     ]
     assert all(texts == first for texts in rest)
-
-
-JUDGES_OF_BOB = """
-def bob_first(prompts, responses, rows):
-    return [float(text.startswith("Bob")) for text in responses]
-
-def duel(duels):
-    return [float(a.startswith("Bob")) - float(b.startswith("Bob")) for _, a, b in duels]
-
-duel.pairwise = True
-"""
-
-
-@pytest.fixture(scope="module")
-def edited(tmp_path_factory):
-    """Fifteen pairs: the score of eight edited copies falls, that of two rises, that of two stays; two have no two
-    words to swap. One of the eight and one of these are labelled the other way round; the first prompt has one more."""
-    folder = tmp_path_factory.mktemp("edits")
-    (folder / "judges.py").write_text(JUDGES_OF_BOB)
-    better = ["Bob hit Anna."] * 8 + ["Carl hit Bob."] * 2 + ["Carl hit Anna."] * 2 + ["No."] * 2
-    prompts = [f"{i}: Whom did Bob hit, Carl or Anna?" for i in range(len(better))]
-    rows = [{"prompt": p, "chosen": x, "rejected": "Bob or Bob"} for p, x in zip(prompts, better)]
-    rows[7].update(chosen="Bob or Bob", rejected="Bob hit Anna.", preference=0.2)
-    rows[13].update(chosen="Carl hit Bob.", rejected="No.", preference=0.2)
-    rows.append({"prompt": prompts[0], "chosen": "Bob hit Carl.", "rejected": "Bob"})
-    return SimpleNamespace(folder=folder, dataset=str(write_rows(folder / "pairs.jsonl", rows)))
-
-
-@pytest.mark.parametrize("judge", ["bob_first", "duel"])
-def test_the_share_of_edits_that_lower_the_score_by_hand(edited, judge):
-    options = {"scorers": (f"bob={edited.folder}/judges.py:{judge}",), "dataset": edited.dataset, "scorer": "none"}
-    plain = run(edited.folder / f"{judge}_plain", (), **options)
-    progress.note.cache_clear()  # it prints a line once
-    found = run(edited.folder / judge, (), **options, edits=20)
-    figures = found.summary["scorers"]["bob"].pop("edits/score_falls")
-    assert figures["pairs"] == 12 and figures["accuracy"] == (8 + 2 / 2) / 12
-    interval = [figures["accuracy_low"], figures["accuracy_high"]]
-    assert interval == pytest.approx(measures.wilson(9 / 12, 12))
-    assert found.summary == plain.summary and found.rows[:15] == plain.rows  # nothing else has changed
-    copies = [[r["text"] for r in row["responses"]] for row in found.rows[15:]]
-    assert sorted(copies) == sorted(
-        [["Bob hit Anna.", "Anna hit Bob."]] * 7 + [["Bob hit Carl.", "Carl hit Bob."]]
-        + [["Carl hit Bob.", "Bob hit Carl."]] * 2 + [["Carl hit Anna.", "Anna hit Carl."]] * 2
-    )  # fmt: skip
-    assert {row["category"] for row in found.rows[15:]} == {"edits"}
-    assert "12 prompts have a better response with two words to swap" in found.out
-    lines = [line.split() for line in found.out.splitlines() if line.startswith("edits/score_falls")]
-    assert [line[1:4] for line in lines] == [["bob", "12", "75.0%"]]
-
-
-def test_the_requested_number_of_edits_is_made_and_scored_by_a_model(edited):
-    make_scorer(edited.folder / "rm")
-    rows = [
-        {"prompt": f"{x} {y}", "chosen": f"{x} {y} bear", "rejected": "owl"}
-        for x, y in itertools.permutations(["eagle", "horse", "tiger"], 2)
-    ]
-    options = {"dataset": str(write_rows(edited.folder / "words.jsonl", rows)), "scorer": "none", "edits": 4}
-    found = run(edited.folder / "few", (), scorers=(str(edited.folder / "rm"),), **options)
-    assert found.summary["scorers"]["rm"]["edits/score_falls"]["pairs"] == 4 == len(found.rows) - 6
-    judge = scorers.load_scorer(str(edited.folder / "rm"), TOKENIZER, CPU)
-    for row in found.rows[6:]:
-        original, copy = row["responses"]
-        x, y, bear = original["text"].split()
-        assert copy["text"] == f"{bear} {y} {x}"  # the last one of more than three letters, and the first
-        scores = scorers.score(judge, [(prompt(f"{x} {y}"), answer(r["text"])) for r in (original, copy)], 2)
-        assert [original["score"], copy["score"]] == pytest.approx(scores, abs=1e-5) and scores[0] != scores[1]
 
 
 def test_a_models_scores_equal_those_of_its_training_script(compared):

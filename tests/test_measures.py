@@ -455,27 +455,6 @@ def test_copying_and_rouge_l_as_scores_by_hand():
     assert "baseline/rouge_l_accuracy" not in measures.known_metrics(rows[::2])
 
 
-@pytest.mark.parametrize(
-    "text, prompt, copy",
-    [
-        ("Bob hit Anna. Then Bob left.", "", "Anna hit Bob. Then Anna left."),  # wherever they stand
-        ("Bob hit Anna, who told Carl.", "My friend Bob", "Carl hit Anna, who told Bob."),  # the first and the last
-        ("The cat sat. Anna ran to Bob.", "I saw the cat with Anna.", "The cat sat. Bob ran to Anna."),
-        ("He does Love Anna and Bob", "I love her", "He does Love Bob and Anna"),  # written small elsewhere: no name
-        ("Anna paid 20 of 30", "", "Anna paid 30 of 20"),  # a name is not enough
-        ("She is 20, he is 30, both since 20.", "", "She is 30, he is 20, both since 30."),
-        ("My mother hates my dog and its owner.", "", "My owner hates my dog and its mother."),
-        ("Mother wants a dog from her neighbour", "", "Neighbour wants a dog from her mother"),
-        ("My boss wouldn't", "", None),  # would, wouldn and t are no words of it
-        ("I am at it", "I am at it", None),
-        ("same same Same", "", None),
-        ("", "", None),
-    ],
-)
-def test_an_edit_prefers_names_to_numbers_to_long_words(text, prompt, copy):
-    assert texts.swapped(text, prompt) == copy
-
-
 def test_correlation_equals_numpy_and_is_nan_of_a_constant():
     rng = random.Random(0)
     x = [rng.gauss(0, 1) for _ in range(50)]

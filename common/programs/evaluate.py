@@ -34,7 +34,7 @@ from common.errors import InputError
 from common.data import chat, comparisons, files, formats, mapping, message_columns, mixtures, progress
 from common.data import prompt_sets
 from common.loading import pretrained
-from common.scoring import evaluation, functions, measures, reward_evaluation, safety, scorers, texts
+from common.scoring import evaluation, functions, measures, reward_evaluation, safety, scorers
 from common.run import plots
 from common.run.cli import check_flags
 from common.run.run import Run, launch, start_run
@@ -51,8 +51,6 @@ class Args:
     the rows; optionally name=path. Plots join dpo/0.1=path, dpo/0.3=path. Default: the quickstart's runs."""
     scorers: tuple[str, ...] = ()
     """Scorers to compare by how well they predict the labels of pairs: as for --scorer, or name=path."""
-    edits: int = 0
-    """Number of better responses to compare with a copy in which two words are swapped (--scorers only)."""
     dataset: str = "tiny"
     """Held-out prompts; with --scorers, labelled pairs and rankings. All rows of a file are used, so it must
     not hold training data."""
@@ -100,7 +98,6 @@ def check(args):
     check_flags(
         args,
         ("scorers", not (args.scorers and args.policies), "nothing together with --policies"),
-        ("edits", args.scorers or not args.edits, "0 without --scorers"),
         ("temperatures", warm, "one or more, each 0 or more"),
         ("eval_prompts", args.eval_prompts >= 2, "2 or more"),
         ("max_length", args.scorers or args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
@@ -432,24 +429,6 @@ def load_pairs(paths, args):
     return held_out, tokenizer
 
 
-def edited_pairs(held_out, tokenizer, n) -> list:
-    """Pair better responses with copies in which two words are swapped (texts.swapped), for example so that
-    two people in a summary change roles (arXiv:2009.01325, section 4.3).
-
-    Returns comparisons with the category `edits`, one per prompt, for a random subset of n prompts whose
-    better response has two words to swap. The number of such prompts is printed."""
-    copies = {}
-    for c in held_out:
-        better = c.texts[c.ranks.argmin()]
-        if copy := texts.swapped(better, message_columns.transcript(c.prompt)):
-            copies[c.key] = c._replace(texts=[better, copy], preference=None, category="edits", indices=())
-    progress.note(f"--edits {n}: {len(copies):,} prompts have a better response with two words to swap")
-    chosen = mixtures.random_subset(list(copies.values()), n)
-    ids = [chat.encode_responses(tokenizer, c.prompt, c.texts)[1] for c in chosen]
-    ranks = torch.tensor([0, 1])
-    return [c._replace(response_ids=list(map(torch.tensor, x)), ranks=ranks) for c, x in zip(chosen, ids)]
-
-
 def score_rows(scorer, held_out, args) -> list[dict]:
     """Score the comparisons and return them as rows of samples.jsonl (reward_evaluation.scored_rows)."""
     pairs, duels = [], []
@@ -493,17 +472,13 @@ def compare_scorers(args, run):
     results = {}
     summary = {"dataset": args.dataset, "scorers": results}
     held_out, tokenizer = load_pairs(paths, args)
-    edits = edited_pairs(held_out, tokenizer, args.edits) if args.edits else []
     for name, path in paths.items():
         scorer = scorers.load_scorer(path, tokenizer, run.device, pairwise=True, max_length=args.max_length)
-        scored = score_rows(scorer, [*held_out, *edits], args)
+        rows[name] = score_rows(scorer, held_out, args)
         scorer = None  # frees its memory before the next one is loaded
         gc.collect()
-        samples += [{"scorer": name, **row} for row in scored]
-        rows[name] = scored[: len(held_out)]
+        samples += [{"scorer": name, **row} for row in rows[name]]
         by_part = {("all",): rows[name], **measures.parts_of(rows[name])}
-        if edits:
-            by_part["edits/score_falls",] = scored[len(held_out) :]
         results[name] = {}
         for part, inside in by_part.items() if dist.is_main() else ():
             result = {**measures.pair_metrics(inside), **measures.score_metrics(inside)}

@@ -1,4 +1,4 @@
-"""Compare texts without a model: words copied from the prompt, ROUGE-L with a reference, swapped words."""
+"""Compare texts without a model: words copied from the prompt, ROUGE-L with a reference."""
 
 import re
 
@@ -34,30 +34,3 @@ def rouge_l(text: str, reference: str) -> float:
             row.append(longest[j] + 1 if word == other else max(longest[j + 1], row[j]))
         longest = row
     return 2 * longest[-1] / max(1, len(of_text) + len(of_reference))
-
-
-def swapped(text: str, prompt: str = "") -> str | None:
-    """Swap two words of a text at all their places, for example so that two people change roles. Returns None
-    if there are no two words to swap.
-
-    Names are preferred to numbers, and numbers to words of more than three letters. Of these, the first one
-    and the last different one are swapped. A name is a word that text or prompt write with a capital, and
-    never in lower case, inside a sentence; the first word of a sentence, such as `The`, has a capital anyway.
-    A swapped word takes the case of the word that it replaces."""
-    in_text = re.findall(r"\w+", text)
-    inside = set(re.findall(r"(?<=[\w,;] )\w\w+", f"{prompt}\n{text}"))
-    names = [word for word in in_text if word in inside and word[0].isupper() and word.lower() not in inside]
-    digits = [word for word in in_text if word.isdigit()]
-    not_split = re.findall(r"\w+(?!['’\w])", text)  # leaves out the `wouldn` of `wouldn't`
-    long = [word for word in not_split if word.isalpha() and len(word) > 3]
-    for kind in (names, digits, long):
-        if different := [word for word in kind if word.lower() != kind[0].lower()]:
-            other = {kind[0].lower(): different[-1], different[-1].lower(): kind[0]}
-            return re.sub(r"\w+", lambda match: _with_case_of(match[0], other), text)
-    return None
-
-
-def _with_case_of(word, other):
-    """Replace a word by {lower-case word: new word}, and give the new word's first letter the old case."""
-    new = other.get(word.lower(), word)
-    return (new[0].upper() if word[0].isupper() else new[0].lower()) + new[1:]
