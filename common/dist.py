@@ -28,6 +28,7 @@ PATIENCE = timedelta(hours=24)  # longest wait in `barrier`, for downloads and t
 compute_dtype = None  # value of --compute-dtype, used in forward and backward; None: see compute_dtype_of
 attention = "default"  # value of --attention, transformers' name of an implementation
 here = torch.device("cpu")  # this rank's device, set by `setup`
+patient = None  # all ranks, for waits as long as PATIENCE
 shard_size = None  # value of --shard-size, the ranks that shard a model together; None: all
 ranks_per_copy = 1  # ranks that share one copy of a model inside `consolidated` (tensor parallelism)
 split_layers = None  # tensor_parallel.split if ranks_per_copy > 1
@@ -36,7 +37,7 @@ split_layers = None  # tensor_parallel.split if ranks_per_copy > 1
 # -- processes -------------------------------------------------------------------------------------
 def setup() -> torch.device:
     """Join torchrun's process group, if there is one, and return this rank's device."""
-    global here
+    global here, patient
     transformers.utils.logging.disable_progress_bar()  # for reading and writing weights
     transformers.utils.logging.set_verbosity_error()  # it would warn that a scorer's head is new
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
@@ -61,6 +62,7 @@ def setup() -> torch.device:
         # gloo in addition to nccl: checkpoints and Python objects are exchanged on the CPU
         backend = device and f"cpu:gloo,{device.type}:{td.get_default_backend_for_device(device)}"
         td.init_process_group(backend or "gloo", **options)
+        patient = td.new_group(backend="gloo", timeout=PATIENCE)
     here = device or torch.device("cpu")
     return here
 
@@ -153,14 +155,10 @@ def is_main() -> bool:
 def barrier():
     """Wait for all ranks, for longer than a collective is allowed to.
 
-    Only rank 0 downloads, reads and writes models, and machines tokenise at different speeds."""
+    Only rank 0 downloads, reads and writes models, and machines tokenise at different speeds. If a rank ends
+    meanwhile, the others raise an error at once."""
     if td.is_initialized():
-        store = td.distributed_c10d._get_default_store()
-        n = store.add("barrier", 1)  # arrivals so far, at all barriers
-        key = f"barrier/{(n - 1) // world_size()}"
-        if n % world_size() == 0:
-            store.set(key, "all are here")
-        store.wait([key], PATIENCE)
+        td.barrier(group=patient)
 
 
 def gather(values: list) -> list:

@@ -737,6 +737,24 @@ dist.shutdown()
     assert ended.code == 0 and ended.out.count("[0.0, 1.0, 2.0, 3.0]") == 2, ended.out + ended.err
 
 
+def test_a_rank_that_ends_during_a_long_wait_ends_the_others_at_once(tmp_path):
+    """On another node no torchrun would end them, and the wait may take a day."""
+    (tmp_path / "alone.py").write_text("""
+import os, time
+from common import dist
+dist.setup()
+if dist.rank():
+    os._exit(1)
+began = time.time()
+try:
+    dist.barrier()
+except RuntimeError as error:
+    from common.run import run
+    print("seen" if run.PEER_LOST.search(str(error)) else error, time.time() - began < 20)
+""")
+    assert processes.script(tmp_path / "alone.py", ranks=2).out == "seen True\n"
+
+
 def test_a_single_rank_with_a_process_group_shards_and_casts(tmp_path):
     """tests/benchmarks/gpu.py uses this to try nccl and FSDP2 on one GPU. Only an unsharded model uses autocast."""
     (tmp_path / "code.py").write_text("""
