@@ -6,13 +6,15 @@ import shutil
 import time
 from types import SimpleNamespace
 
+import processes
 import pytest
 import torch
+import torch.distributed.checkpoint
 from test_run import Args, leave
 
 from common import responses
 from common.errors import InputError
-from common.data import files, mixtures
+from common.data import files, mixtures, tiny
 from common.scoring import version_evaluation
 from common.run import checkpoints, logs, pool, versions
 from common.run.cli import check_flags
@@ -97,6 +99,70 @@ def test_a_removed_evaluation_of_the_first_version_is_evaluated_again(tmp_path):
     made.evaluate_version = evaluated.append
     run.begin_round = lambda: None
     assert list(made.iterations(3)) == [3] and evaluated == [0, 1, 2]
+
+
+def test_an_evaluation_removed_from_the_middle_keeps_its_step_and_its_row(tmp_path):
+    """A run with three versions, in which the evaluation of version 1 was damaged and removed."""
+    folder = tmp_path / "versions"
+    for version in (0, 1, 2):
+        (folder / str(version)).mkdir(parents=True)
+        if version != 1:
+            files.write_json(folder / f"{version}.json", {**STUDY, "step": 10 * version})
+    rows = [{**ROW, "step": 10 * version, "iteration": version} for version in (0, 1, 2)]
+    files.write_jsonl(tmp_path / "metrics.jsonl", rows)
+    logged = []
+    run = SimpleNamespace(args=None, folder=tmp_path, checkpoint=str(tmp_path / "checkpoint"))
+    run.log = lambda *row: logged.append(row)
+    made = versions.Versions(run, None, "runs/sft")
+    made.evaluate, made.last = object.__new__(version_evaluation.RejectionSamplingEvaluation), 3
+    made.begin()
+    made.evaluate = lambda policy, version, evaluations: STUDY
+    made.load, made.metrics_of = lambda name: None, lambda version: {}
+    made.evaluate_version(1)
+    assert [(i, evaluation["step"]) for i, evaluation in made.evaluations.items()] == [(0, 0), (1, 10), (2, 20)]
+    assert files.read_json(folder / "1.json")["step"] == 10 and logged == []
+    assert files.read_jsonl(tmp_path / "metrics.jsonl") == rows
+
+
+# -- exports and checkpoints -----------------------------------------------------------------------
+def test_a_disk_that_fills_during_the_weights_is_an_oserror_and_leaves_nothing(tmp_path):
+    """safetensors has an error of its own for it. The limit lets config.json pass."""
+    (tmp_path / "full.py").write_text(f"""
+import resource
+from common.data import tiny
+from common.run import checkpoints
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+try:
+    checkpoints.save_model(tiny.model(), tiny.tokenizer(), {str(tmp_path / "model")!r})
+except OSError as error:
+    print(error)
+""")
+    ended = processes.script(tmp_path / "full.py")
+    assert "model.tmp cannot be written" in ended.out and "Make room" in ended.out, ended.err
+    assert [path.name for path in tmp_path.iterdir()] == ["full.py"]
+
+
+def test_exported_weights_can_be_read_by_whoever_can_read_the_config(tmp_path):
+    checkpoints.save_model(tiny.model(), tiny.tokenizer(), tmp_path / "model")
+    modes = {path.suffix: path.stat().st_mode for path in (tmp_path / "model").iterdir()}
+    assert modes[".safetensors"] == modes[".json"]
+
+
+@pytest.mark.parametrize("cause", [KeyboardInterrupt(), MemoryError("m"), PermissionError("p"), EOFError("e")])
+def test_an_interrupt_while_a_checkpoint_loads_is_not_called_damage(cause, tmp_path, monkeypatch):
+    """torch wraps every error of its reader. Who is told of damage removes a good checkpoint."""
+    dcp = torch.distributed.checkpoint
+    model = tiny.model()
+    modules = {"policy": (model, torch.optim.AdamW(model.parameters()))}
+    checkpoints.save_checkpoint(tmp_path, 1, modules, {"step": 1})
+
+    def fail(self, plan, planner):
+        raise cause
+
+    monkeypatch.setattr(dcp.FileSystemReader, "read_data", fail)
+    with pytest.raises((InputError, type(cause))) as error:
+        checkpoints.load_checkpoint(tmp_path, modules)
+    assert (error.type is InputError) is isinstance(cause, EOFError)
 
 
 def test_a_bad_line_in_the_middle_is_an_error_so_that_no_later_row_is_lost(tmp_path):

@@ -95,13 +95,14 @@ def replace(path, text: str):
     temporary = f"{path}.tmp"
     _write(temporary, "w", text, sync=True)
     os.replace(temporary, path)
-    sync_folder(Path(path).parent)
+    flush(Path(path).parent)
 
 
-def sync_folder(folder):
-    """Flush a folder after a rename in it, so that a later rename or removal cannot reach the disk first."""
+def flush(path):
+    """Write a file, or a folder after a rename in it, to the disk, so that a later rename or removal cannot
+    reach the disk first."""
     with contextlib.suppress(OSError):  # not every file system supports it
-        number = os.open(folder, os.O_RDONLY)
+        number = os.open(path, os.O_RDONLY)
         try:
             os.fsync(number)
         finally:

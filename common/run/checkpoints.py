@@ -32,7 +32,7 @@ def save_checkpoint(root, step: int, modules: dict, state: dict, keep: int | Non
         with warnings.catch_warnings(action="ignore"):  # torch warns that there is only one process
             dcp.save(_tensors(modules), checkpoint_id=str(temporary / "tensors"), no_dist=world_size() == 1)
     except dcp.CheckpointException as error:  # a failed write on some rank, or a bug
-        causes = [cause for cause, *_ in error.failures.values()]
+        causes = _causes(error)
         if not any(isinstance(cause, OSError) or "inline_container" in str(cause) for cause in causes):
             raise
         reason = str(causes[0]).split("\n")[0][:120]
@@ -41,7 +41,7 @@ def save_checkpoint(root, step: int, modules: dict, state: dict, keep: int | Non
         files.replace(temporary / "state.json", json.dumps({**state, "layout": LAYOUT}))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        files.sync_folder(root)
+        files.flush(root)
         files.replace(root / "latest", final.name)
         for old in root.glob("step_*"):  # only after the new checkpoint is on disk
             if old.name not in (final.name, f"step_{keep}"):
@@ -62,9 +62,20 @@ def load_checkpoint(root, modules: dict, step: int | None = None) -> dict:
         with warnings.catch_warnings(action="ignore"):
             dcp.load(_tensors(modules), checkpoint_id=str(folder / "tensors"), no_dist=world_size() == 1)
     except dcp.CheckpointException as error:
-        reason = str(next(iter(error.failures.values()))[0]).split("\n")[0][:160]
+        reason = str(_causes(error)[0]).split("\n")[0][:160]
         raise InputError(f"{folder} is damaged, or of another --model ({reason}). Try --overwrite.") from None
     return state
+
+
+def _causes(error) -> list:
+    """List what failed on the ranks, in a CheckpointException.
+
+    It wraps everything: what says nothing of the files, such as Ctrl-C or too little memory, is raised."""
+    causes = [cause for cause, *_ in error.failures.values()]
+    for cause in causes:
+        if isinstance(cause, KeyboardInterrupt | MemoryError | torch.OutOfMemoryError | PermissionError):
+            raise cause
+    return causes
 
 
 def checkpoint_state(root) -> dict:
@@ -125,7 +136,9 @@ def skeleton(model, dtype):
 def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
     """Export a model and its tokenizer to `path` with save_pretrained. The folder is written under another
     name and then renamed, so that it is never partial. LoRA adapters are merged in float32 in the files; the
-    model itself does not change."""
+    model itself does not change.
+
+    Raises OSError if it cannot be written, for example because the disk is full."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -139,8 +152,20 @@ def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
         kinds = {name: x.dtype for name, x in empty.state_dict().items() if name not in tied}
         for name, kind in kinds.items():  # one at a time, since two copies may not fit into memory
             weights[name] = lora.merged(weights, name).to(kind)
-        empty.save_pretrained(temporary, state_dict={name: weights[name] for name in kinds})
-        tokenizer.save_pretrained(temporary)
+        try:
+            empty.save_pretrained(temporary, state_dict={name: weights[name] for name in kinds})
+            tokenizer.save_pretrained(temporary)
+        except Exception as error:  # safetensors and tokenizers have no OSError for a full disk
+            shutil.rmtree(temporary, ignore_errors=True)  # the next checkpoint may need its room
+            if "os error" not in str(error):
+                raise
+            raise OSError(f"{temporary} cannot be written ({error}). Make room, then use --resume.") from None
+        for file in temporary.rglob("*"):
+            if file.suffix == ".safetensors":  # it is written for its owner only
+                file.chmod((temporary / "config.json").stat().st_mode)
+            files.flush(file)
+        files.flush(temporary)
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
+        files.flush(path.parent)
     barrier()  # writing a large model can take longer than the timeout of a collective

@@ -59,6 +59,7 @@ class Versions:
         if saved.get("iteration") == newest + 1:
             kept = rows[: saved["logged_rows"]]
             self.step = saved["first_step"]
+        self.step_of = {row["iteration"]: row["step"] for row in kept}
         self.run.metrics = logs.Metrics(self.run.folder, keep_rows=len(kept))
 
     def read_evaluation(self, path):
@@ -119,8 +120,12 @@ class Versions:
                 evaluation = self.run.evaluate_export(policy, evaluate, metrics_of)
             else:
                 evaluation = evaluate(policy)
-            self.evaluations[version] = {**evaluation, "step": self.step}
-            self.run.log(self.metrics_of(version), self.step, version)
+            is_newest = version > max(self.evaluations, default=-1)  # else a user removed its file
+            step = self.step if is_newest else self.step_of.get(version, self.step)
+            self.evaluations[version] = {**evaluation, "step": step}
+            self.evaluations = dict(sorted(self.evaluations.items()))
+            if is_newest:
+                self.run.log(self.metrics_of(version), self.step, version)
             if dist.is_main():
                 files.write_json(self.folder / f"{version}.json", self.evaluations[version])
         if dist.is_main():
