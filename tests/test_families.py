@@ -8,6 +8,7 @@ from tiny_families import logprobs_of, plain
 
 from common import dist, models
 from common.batches import Comparison, collate_comparisons
+from common.errors import InputError
 from common.data import tiny
 from common.loading import checks, pretrained
 
@@ -88,3 +89,9 @@ def test_responses_that_share_a_prompt_have_the_log_probabilities_of_rows_of_the
         where = torch.tensor([[0], [10]])
         got = models.next_token_logprobs(ours, torch.tensor([first]), where, prompt)[0, first[-1]]
         torch.testing.assert_close(got, alone[0][-1], atol=1e-5, rtol=1e-5)
+
+
+def test_a_family_without_gradient_checkpointing_is_one_line(tmp_path):
+    tiny_families.save("OpenAI GPT", str(tmp_path))
+    with pytest.raises(InputError, match="--gradient-checkpointing: models of the type openai-gpt have none"):
+        pretrained.load_policy(str(tmp_path), tiny.tokenizer(), gradient_checkpointing=True)

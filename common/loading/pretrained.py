@@ -421,6 +421,8 @@ def _ready(model, tokenizer, methods, gradient_checkpointing):
         # A padding row gets no gradient, but in some configs it is that of the end-of-sequence token
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
+    if gradient_checkpointing and not model.supports_gradient_checkpointing:
+        raise InputError(f"--gradient-checkpointing: models of the type {model.config.model_type} have none")
     if gradient_checkpointing:  # renamed in transformers 5.23
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
