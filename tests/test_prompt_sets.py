@@ -275,7 +275,7 @@ def test_responses_end_with_the_end_token_if_they_finished_and_are_decoded(polic
 
 @pytest.mark.parametrize("end", [True, False], ids=["ended", "cut"])
 def test_reward_functions_see_the_special_tokens_that_were_written(end, policy, monkeypatch):
-    """All except end and padding: a thought between special tokens is not part of the answer after it."""
+    """All except the end: a thought between special tokens is not part of the answer after it."""
     tokenizer = tiny.tokenizer()
     tokenizer.add_special_tokens({"extra_special_tokens": ["<think>", "</think>"]})
     words = f"<think> two <|pad|> </think> ant{' <|end|>' if end else ' </think>'}"
@@ -292,7 +292,7 @@ def test_reward_functions_see_the_special_tokens_that_were_written(end, policy, 
     row = {"prompt": prompt.turns, "response": response.text, "response_ids": response.ids, "finished": end}
     [(_, again)] = pool.responses_of([{**row, "written": response.written}], [prompt])
     functions._call(functions.Term(score), [(prompt, again)])  # a pool's, as rejection sampling and DPO score it
-    written = words.removesuffix(" <|end|>").replace("<|pad|> ", "").replace("two", tokenizer.unk_token)
+    written = words.removesuffix(" <|end|>").replace("two", tokenizer.unk_token)
     assert seen == [written, written, "b", written] and "think" not in response.text
     assert tiny.gold_score("copy ant", "<|user|> ant") == tiny.gold_score("copy ant", "ant")
 
