@@ -319,6 +319,8 @@ def docs_functions(folder):
 class Words:
     """The parts of a tokenizer that load_policy and load_scorer use: its ids, padding and end token."""
 
+    added_tokens_decoder = {}
+
     def __init__(self, length, pad=4, end=5):
         self.length, self.pad_token_id, self.eos_token_id = length, pad, end
 

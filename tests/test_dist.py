@@ -209,6 +209,7 @@ def test_the_device_is_torchs_accelerator(kind, ranks, device, monkeypatch, caps
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: kind and torch.device(kind))
     monkeypatch.setattr(torch.accelerator, "set_device_index", seen.append)
     monkeypatch.setattr(dist.td, "init_process_group", lambda backend, **options: seen.append(backend))
+    monkeypatch.setattr(dist.td, "new_group", lambda **options: None)
     monkeypatch.setattr(dist, "_keep_freed_memory", lambda: seen.append("cpu"))
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_RANK", "1")

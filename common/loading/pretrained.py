@@ -162,10 +162,11 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank
     model = _read(AutoModelForCausalLM, name, _read_config(name), seed)
     sampling = model.generation_config
     end = tokenizer.eos_token_id
-    ends = sampling.eos_token_id if isinstance(sampling.eos_token_id, list) else [sampling.eos_token_id]
-    # Llama 3 and Qwen end with either of two tokens, Qwen's base models with one that their template lacks. A
-    # default of transformers may be any word of a tokenizer
-    more = [i for i in ends if i != end and i in tokenizer.added_tokens_decoder]
+    ends = sampling.eos_token_id
+    if not isinstance(ends, list):  # an id that is a default of transformers may be any word
+        ends = [ends] if ends in tokenizer.added_tokens_decoder else []
+    # Llama 3 and Qwen end with either of two tokens, Qwen's base models with one that their template lacks
+    more = [token for token in ends if token != end]
     sampling.pad_token_id = tokenizer.pad_token_id
     sampling.eos_token_id = [end, *more] if more else end
     model.generation_config = _valid(sampling, name)
