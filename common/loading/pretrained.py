@@ -422,9 +422,11 @@ def _ready(model, tokenizer, methods, gradient_checkpointing):
         # A padding row gets no gradient, but in some configs it is that of the end-of-sequence token
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
-    if gradient_checkpointing and not model.supports_gradient_checkpointing:
-        raise InputError(f"--gradient-checkpointing: models of the type {model.config.model_type} have none")
-    if gradient_checkpointing:  # renamed in transformers 5.23
+    if gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            kind = model.config.model_type
+            raise InputError(f"--gradient-checkpointing: models of the type {kind} have none")
+        # Renamed in transformers 5.23
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     models.with_methods(model, methods)

@@ -188,9 +188,9 @@ def _encode(scorer, prompt, response, end) -> Comparison:
     from_eos = end[end.index(eos) :] if eos in end else []  # some templates write a space before it
     if scorer.same_tokens:
         prompt_ids = prompt.ids
-        ended = response.finished or response.ids[-1:] == [eos]  # Pool stores finished and clean as one
-        ids = response.ids[:-1] if ended else response.ids
-        end = (ended and from_eos) or end
+        ids = response.ids
+        if response.finished or ids[-1:] == [eos]:  # Pool stores finished and clean as one
+            ids, end = ids[:-1], from_eos or end  # the policy wrote what the template writes before it
         if len(prompt_ids) + len(response.ids) <= room:  # if only the end does not fit, shorten the text
             ids = ids[: room - len(prompt_ids) - len(end)]
     else:
