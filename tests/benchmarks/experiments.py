@@ -204,10 +204,12 @@ SCORER = "--length-prompts 0 --eval-every 0 --save-every 0"
 FEW = "--dataset {out}/few.jsonl --eval-dataset tiny --epochs 47"  # as many steps as 12,000 pairs in two epochs
 RELABEL = f"{FEEDBACK} hindsight --dataset"
 HINDSIGHT = "--model runs/sft --dataset {out}/rows/rows.jsonl --eval-dataset tiny"
+RELABELLED = "runs/experiments/hindsight/{seed}"
 SAMPLED = (
     f"--prompts-per-iteration 3000 --n-samples 4 --temperatures 1 --sweep-prompts 0 {BARE} "
     "--scorer common.data.tiny:gold_scorer"
 )
+HIR = f"{RELABELLED}/hir {HINDSIGHT.format(out=RELABELLED)} {SFT_QUIET}"
 RATES = ("1e-4", "3e-4", "1e-3", "3e-3")
 PTX = ("0", "0.03", "0.1", "0.3")
 STRENGTHS = ("0.03", "0.1", "0.3", "1", "3")  # each seed's curve reaches from 0.2 to 1.2 nats
@@ -913,7 +915,9 @@ GROUPS = {
             "hindsight, asked to answer badly": "=hindsight/hindsight_asked_to_answer_well",
             "the same, and as many responses again": learned("{out}/rows_more/rows.jsonl", "{out}/one"),
             "a second round of hindsight": "={out}/two",
-            "hir.py": f"{{out}}/hir {HINDSIGHT} {SFT_QUIET}",
+            "one threshold, asked to answer well": "={out}/one_threshold",
+            "one threshold, asked to answer badly": "=hindsight/one_threshold_asked_to_answer_well",
+            "hir.py": "={out}/hir_one",
             "hir.py, without its two terms": f"{{out}}/hir {HINDSIGHT} {SFT_QUIET} --contrast-coef 0 --entropy-coef 0",
             "the best of 4": "={out}/pool",
             "the best of 4, two iterations": f"rejection_sampling {SAMPLED} --iterations 2",
@@ -923,12 +927,15 @@ GROUPS = {
                 "hindsight, asked to answer well",
                 "the same, and as many responses again",
                 "a second round of hindsight",
+                "one threshold, asked to answer well",
                 "hir.py",
                 "hir.py, without its two terms",
             ),
             "{out}/ask_well/rows.jsonl",
         )
-        | {"hindsight, asked to answer badly": "{out}/ask_badly.jsonl"},
+        | dict.fromkeys(
+            ("hindsight, asked to answer badly", "one threshold, asked to answer badly"), "{out}/ask_badly.jsonl"
+        ),
         begin={
             "hir.py": "hir",
             "prompts.jsonl": "held-out prompts",
@@ -938,6 +945,9 @@ GROUPS = {
             "pool": f"rejection_sampling {SAMPLED} --iterations 1",
             "rows": f"{RELABEL} {{out}}/pool/pool.jsonl?finished==true",
             "one": learned("{out}/rows/rows.jsonl"),
+            "rows_threshold": f"{RELABEL} {{out}}/pool/pool.jsonl?finished==true --threshold 2",  # the median of all
+            "one_threshold": learned("{out}/rows_threshold/rows.jsonl"),
+            "hir_one": f"{{out}}/hir {HINDSIGHT} {SFT_QUIET}",
             "pool_more": f"rejection_sampling {SAMPLED} --iterations 1 --seed 10{{seed}}",
             "rows_more": f"{RELABEL} {{out}}/pool_more/pool.jsonl?finished==true",
             "pool_asked": f"rejection_sampling {SAMPLED} --iterations 1 --model {{out}}/one "
@@ -964,8 +974,47 @@ GROUPS = {
             ),
             Claim("hir.py", "hir.py, without its two terms", row=43),
             Claim("a second round of hindsight", "the best of 4, two iterations"),
+            Claim("one threshold, asked to answer well", "hindsight, asked to answer well"),
+            Claim("one threshold, asked to answer badly", "hindsight, asked to answer badly"),
         ),
     ),  # fmt: skip
+    "hir": Group(  # its two terms one by one, and in a second round
+        {
+            "one round, sft.py": "=hindsight/hindsight_asked_to_answer_well",
+            "one round, hir.py without its two terms": "=hindsight/hir_py_without_its_two_terms",
+            "one round, hir.py with the entropy alone, 0.01": f"{HIR} --contrast-coef 0 --entropy-coef 0.01",
+            "one round, hir.py with the contrast alone": f"{HIR} --entropy-coef 0",
+            "one round, hir.py": "=hindsight/hir_py",
+            "two rounds, sft.py": "=hindsight/a_second_round_of_hindsight",
+            "two rounds, hir.py": "={out}/two",
+        },
+        asks=dict.fromkeys(
+            (
+                "one round, sft.py",
+                "one round, hir.py without its two terms",
+                "one round, hir.py with the entropy alone, 0.01",
+                "one round, hir.py with the contrast alone",
+                "one round, hir.py",
+                "two rounds, sft.py",
+                "two rounds, hir.py",
+            ),
+            f"{RELABELLED}/ask_well/rows.jsonl",
+        ),
+        begin={
+            "pool": f"rejection_sampling {SAMPLED} --iterations 1 --model {RELABELLED}/hir_one "
+            f"--dataset {RELABELLED}/practise_well/rows.jsonl",
+            "rows": f"{RELABEL} {{out}}/pool/pool.jsonl?finished==true",
+            "two": f"{RELABELLED}/hir --model {RELABELLED}/hir_one --dataset {{out}}/rows/rows.jsonl "
+            f"--eval-dataset tiny {SFT_QUIET}",
+        },
+        claims=(
+            Claim("one round, hir.py with the entropy alone, 0.01", "one round, hir.py without its two terms"),
+            Claim("one round, hir.py with the contrast alone", "one round, hir.py without its two terms"),
+            Claim("one round, hir.py", "one round, hir.py with the contrast alone"),
+            Claim("two rounds, hir.py", "two rounds, sft.py"),
+            Claim("two rounds, hir.py", "one round, hir.py"),
+        ),
+    ),
     "readme": Group(
         {
             "`rejection_sampling.py`": "=rejection_sampling/the_recipe",
@@ -1203,7 +1252,7 @@ def run_group(name, seed) -> list[str]:
     for number, dataset in enumerate(group.prompts if group.first else ()):
         answer(dataset, asked(None), f"evaluate{number or ''}")
     for number, dataset in enumerate(dict.fromkeys(group.asks.values())):
-        answer(dataset.format(out=out), asked(dataset), f"asked{number}")
+        answer(dataset.format(out=out, seed=seed), asked(dataset), f"asked{number}")
     make(group.after, out, seed, shlex.join(arms))
     return [files.read_json(folder / "args.json")["git"][:7] for folder in folders]
 
