@@ -90,16 +90,38 @@ def test_seeds_alone_by_hand(verdicts):
     assert abs(low - (2 - 4.303 / 3**0.5)) < 1e-9 and abs(high - (2 + 4.303 / 3**0.5)) < 1e-9
 
 
-def test_a_verdict_that_rests_on_pooling_shows_its_own_seeds(experiments):
-    def shown(by_seed, **fields):
+def test_a_verdict_needs_the_pooled_interval_and_that_of_its_own_seeds(experiments):
+    def judged(by_seed, **fields):
         claim = dataclasses.asdict(experiments.Claim("a", "b", **{"row": 1, **fields}))
         x = {"mean": 0.1, "low": 0.05, "high": 0.15, "seen": 0.07, "by_seed": by_seed}
-        return experiments.result_of({**claim, "seeds": len(by_seed), "difference": x})
+        line = {**claim, "seeds": len(by_seed), "difference": x}
+        return experiments.verdict_of(line), experiments.result_of(line)
 
-    assert shown([0.0, 0.1, 0.2]) == "+0.10 [+0.05, +0.15] (own seeds alone: [-0.15, +0.35])"
-    assert shown([0.09, 0.1, 0.11]) == "+0.10 [+0.05, +0.15]"  # holds by itself, too
-    assert shown([0.0, 0.1, 0.2], says="no less", margin=0.2) == "+0.10 [+0.05, +0.15]"  # within the margin
-    assert "alone" not in shown([0.0, 0.1, 0.2], row=0) and "(one seed" in shown([0.1])
+    # Own seeds: deviation 0.1, error 0.1 / sqrt(3) = 0.0577, t of 2 degrees 4.303; power needs 0.842 more
+    alone = "+0.10 [+0.05, +0.15] (own seeds alone: [-0.15, +0.35]), would have seen 0.30"
+    assert judged([0.0, 0.1, 0.2]) == ("inconclusive", alone)
+    assert judged([0.09, 0.1, 0.11]) == ("holds", "+0.10 [+0.05, +0.15]")  # by itself, too
+    assert judged([0.09, 0.1, 0.11], says="less") == ("opposite", "+0.10 [+0.05, +0.15]")
+    assert judged([0.0, 0.1, 0.2], says="no less", margin=0.2) == ("holds", "+0.10 [+0.05, +0.15]")  # within the margin
+    assert judged([0.0, 0.1, 0.2], says="no more", margin=0.2)[0] == "inconclusive"
+    assert judged([0.1]) == ("holds", "+0.10 [+0.05, +0.15] (one seed: prompts alone)")
+
+
+def test_arms_that_vary_more_than_their_group_seldom_pass_both_intervals(experiments, verdicts):
+    """Two arms with five times the seed deviation of the eight others, and no true difference: pooling alone finds one
+    too often."""
+    torch.manual_seed(0)
+    found = {"pooled": 0, "both": 0}
+    for _ in range(400):
+        deviation = torch.tensor([0.25, 0.25, *[0.05] * 8])[:, None, None]
+        arms = deviation * torch.randn(10, 5, 1) + torch.randn(10, 5, 100) + torch.randn(100)
+        weights = torch.zeros(10, 5)
+        weights[0], weights[1] = 1, -1
+        x = verdicts.difference(weights, arms, torch.zeros(5, 100))
+        line = {**dataclasses.asdict(experiments.Claim("a", "b")), "seeds": 5, "difference": x._asdict()}
+        found["pooled"] += x.low > 0 or x.high < 0
+        found["both"] += experiments.verdict_of(line) in ("holds", "opposite")
+    assert found["both"] < 0.08 * 400 < 0.12 * 400 < found["pooled"], found
 
 
 def test_nineteen_of_twenty_simulated_intervals_contain_the_truth(verdicts):

@@ -2,6 +2,7 @@
 function gets the group's Results, gain(arm, only) -> verdicts.Difference of the true reward over the first policy
 on a part of the prompts (experiments.PROMPTS), and the folder of the group's runs."""
 
+from pathlib import Path
 from statistics import fmean
 
 import peers  # noqa: F401 (it puts the project into sys.path)
@@ -77,16 +78,14 @@ def points(axis, names, xs, ys):
 def ladder(results, gain, folder) -> list[str]:
     """Count pairs and judgements, and the pairs whose chosen response is truly the better one, by iteration;
     draw these shares and what the policies gain."""
-    lines = ["| | pairs | judgements a pair | truly better, by iteration |", "|---|---|---|---|"]
+    lines = ["| | pairs | judgements a pair | truly better, by iteration (no hazard) |", "|---|---|---|---|"]
     shares = {}
     for arm in results.arms:
         pairs, scored = [], 0
         for seed in range(results.seeds):
-            out = results.folders[arm, seed]
+            out = Path(str(results.folders[arm, seed]).partition("_part_")[0])  # learned in parts: the run with them all
             pairs += files.read_jsonl(out / "pairs.jsonl")
             scored += len(files.read_jsonl(out / "pool.jsonl"))
-        if not scored:  # given pairs, 1,480 of these
-            pairs = [{**row, "iteration": 1} for row in tiny.rows("preferences", "train")]
         by_iteration = {}
         for pair in pairs:
             if not tiny.is_safety(question(pair)):
@@ -94,9 +93,8 @@ def ladder(results, gain, folder) -> list[str]:
                 right = (chosen > rejected) + (chosen == rejected) / 2
                 by_iteration.setdefault(pair["iteration"], []).append(right)
         shares[arm] = [fmean(by_iteration[i]) for i in sorted(by_iteration)]
-        n = len(pairs) / results.seeds if scored else 1480
-        each = scored / len(pairs) if scored else 2
-        lines.append(f"| {arm} | {n:,.0f} | {each:.1f} | {', '.join(f'{x:.0%}' for x in shares[arm])} |")
+        each = scored / len(pairs) if scored else 2  # given pairs
+        lines.append(f"| {arm} | {len(pairs) / results.seeds:,.0f} | {each:.1f} | {', '.join(f'{x:.0%}' for x in shares[arm])} |")
     drawing, (left, right) = plots.figure(2, (6.2, 4.6))
     wrong = [arm for arm in results.arms if len(shares[arm]) > 1 and min(shares[arm]) < 1]
     for arm in wrong:

@@ -161,6 +161,18 @@ def rung(scorer, prompts, flags=""):
     return f"dpo_iterative {BARE} --scorer {scorer} --prompts-per-iteration {prompts} {flags}"
 
 
+def in_three_parts(run):
+    """Learn a run's pairs as online DPO would: a third of them at a time, each with an optimiser and schedule anew."""
+    begin, policy = {}, "runs/sft"
+    for n in (1, 2, 3):
+        part = f"{run}_part_{n}"
+        begin[f"{part}.jsonl"] = "a third of the pairs"
+        begin[part] = f"dpo_iterative {BARE} --iterations 0 --offline-data {{out}}/{part}.jsonl --model {policy} "
+        begin[part] += "--reference runs/sft"
+        policy = f"{{out}}/{part}"
+    return begin
+
+
 def learned(rows, model="runs/sft"):
     return f"sft --model {model} --dataset {rows} --eval-dataset tiny --lr 1e-3 --epochs 2 {SFT_QUIET}"
 
@@ -244,9 +256,10 @@ GROUPS = {
                 "the recipe", row=45, column="largest score of 8 over 1, SFT", label="largest of 8 samples over 1, in score",
                 by_construction="the largest of 8 draws is above one of them on average",
             ),
-            Claim(  # the margin was set after a first run, whose difference was 0.10
+            Claim(
                 "the recipe", row=45, column="median score of 8 over 1, SFT", says="no more", margin=0.25,
                 label="median of 8 over 1",
+                by_construction="the median of 8 draws differs from a draw on average only by the skew of the scores",
             ),
         ),
     ),
@@ -310,7 +323,10 @@ GROUPS = {
             "`--safety-scorer`": "ppo --model runs/rejection_sampling --safety-scorer runs/begin/reward_safety",
         },
         first="runs/rejection_sampling",
-        claims=(Claim("PPO", row=3, label="PPO"), Claim("`--safety-scorer`", row=3, label="with the gate")),
+        claims=(
+            Claim("PPO", row=3, label="PPO"),
+            Claim("`--safety-scorer`", row=3, label="with the gate, a safety model that rejection sampling did not have"),
+        ),
     ),
     "rehearsal": Group(  # PPO sees four commands; the other four are the forget set
         {
@@ -357,7 +373,7 @@ GROUPS = {
             ),
             Claim(
                 "rehearsed: the best of all commands", row=20, only="hazard", says="no less",
-                label="prompts with a hazard, over SFT",
+                label="prompts with a hazard, which PPO does see, over SFT",
             ),
             Claim(
                 "rehearsed: the best of all commands", "rehearsed: any of all commands", row=20,
@@ -414,7 +430,7 @@ GROUPS = {
             ),
             Claim(
                 "the same, `--length-penalty 0.1`", "a reward model of `tiny:length_bias=0.6`", row=24,
-                label="true reward",
+                label="true reward", by_construction="the penalty takes back what this true reward charges for length",
             ),
             Claim(
                 "a reward model of `tiny:length_bias=0.6`", "the recipe", row=25, says="less",
@@ -440,9 +456,12 @@ GROUPS = {
     ),
     "ladder": Group(  # online DPO with judges closer and closer to the truth
         {
-            "offline, given pairs, annotators": "=dpo/offline_DPO_as_many_pairs_1_480",
-            "offline, SFT's responses, 2, annotators": rung(ANNOTATORS, 2070, f"{ONCE} --n-samples 2"),
-            "offline, SFT's responses, 8, annotators": rung(ANNOTATORS, 1534, ONCE),
+            "offline, given pairs, annotators": f"dpo_iterative {BARE} --iterations 0 "
+            "--offline-data tiny:seed={seed} --offline-pairs 1480",
+            "offline, SFT's responses, 2, annotators": "={out}/of_2",
+            "offline, SFT's responses, 8, annotators": "={out}/of_8",
+            "SFT's responses, 2, annotators, in three parts": "={out}/of_2_part_3",
+            "SFT's responses, 8, annotators, in three parts": "={out}/of_8_part_3",
             "offline, SFT's responses, 8, reward model": rung("runs/reward", 1500, ONCE),
             "offline, SFT's responses, 8, annotators without noise": rung("annotators:utility", 1534, ONCE),
             "online, 8, reward model": "=dpo/the_recipe",
@@ -469,11 +488,12 @@ GROUPS = {
             ),
             *(
                 Claim(
-                    f"online, {n}, annotators", f"offline, SFT's responses, {n}, annotators", row=22,
-                    label=f"with as many judgements of SFT's own responses offline, best of {n}",
+                    f"online, {n}, annotators", f"SFT's responses, {n}, annotators, in three parts", row=22,
+                    label=f"over SFT's own responses, with as many judgements and the same three schedules, best of {n}",
                 )
                 for n in (8, 2)
             ),
+            *(Claim(f"online, {n}, annotators", f"offline, SFT's responses, {n}, annotators") for n in (8, 2)),
             *(
                 Claim(f"online, 8, {judge}", f"offline, SFT's responses, 8, {judge}")
                 for judge in ("reward model", "annotators without noise")
@@ -484,6 +504,12 @@ GROUPS = {
             Claim("online, 8, annotators without noise", "online, 8, annotators"),
             Claim("online, 8, full truth", "online, 8, true helpfulness"),
         ),
+        begin={
+            "of_2": rung(ANNOTATORS, 2070, f"{ONCE} --n-samples 2"),
+            "of_8": rung(ANNOTATORS, 1534, ONCE),
+        }
+        | in_three_parts("of_2")
+        | in_three_parts("of_8"),
     ),  # fmt: skip
     "cpl": Group(  # dpo_iterative.py with docs/learn/cpl.patch
         {
@@ -577,6 +603,7 @@ GROUPS = {
                 Claim(
                     f"`--ptx-coef {c}`", "`--ptx-coef 0`", row=12, column="eval/ptx_nll", says="less",
                     label=f"text's loss with {c}, nats a token",
+                    by_construction="training lowers the loss on text that SFT never saw",
                 ),
                 Claim(f"`--ptx-coef {c}`", "`--ptx-coef 0`", row=12, says="no less", label=f"true reward with {c}"),
             )
@@ -683,8 +710,11 @@ GROUPS = {
     "temperature": Group(  # the best one before each iteration, by the reward model and by the true reward
         {"by the reward model": SWEEP, "by the true reward": f"{SWEEP} --scorer common.data.tiny:gold_scorer"},
         claims=tuple(
-            Claim(arm, row=38, column="rise of the temperature", margin=0.1, label=arm)
-            for arm in ("by the true reward", "by the reward model")
+            Claim(arm, row=38, column="rise of the temperature", margin=0.1, label=label)
+            for arm, label in {
+                "by the true reward": "by the true reward",
+                "by the reward model": "by the reward model, in runs that end below SFT",
+            }.items()
         ),
     ),
     "temperatures": Group(  # win rates over the data set's answers, sampled at T = 0 and T = 1
@@ -751,7 +781,7 @@ GROUPS = {
                 label="with noise, true reward at 0.4 nats",
             ),
             Claim(
-                "ratings of `noisy`", "labels of `noisy`", row=31, kl=(0.4,), column="harmless",
+                "ratings of `noisy`", "labels of `noisy`", row=31, kl=(0.4,), column="harmless", margin=0.01,
                 label="with noise, harmless at 0.4 nats",
             ),
             Claim("ratings of `noisy`", "labels of `noisy`", kl=(0.4,), only="no hazard"),
@@ -1107,6 +1137,12 @@ def some_of_pools(file):
     files.write_jsonl(file, [row for row in rows if row["prompt"][-1]["content"] in chosen])
 
 
+def third(file):
+    """Every third pair of a run, from the first, second or third one on; file: RUN_part_NUMBER.jsonl."""
+    run, _, number = file.stem.partition("_part_")
+    files.write_jsonl(file, files.read_jsonl(file.parent / run / "pairs.jsonl")[int(number) - 1 :: 3])
+
+
 def three_sizes(folder):
     for width in LABELERS.values():
         peers.tiny_llama(width, seed_of(folder), folder.parent)
@@ -1121,7 +1157,7 @@ def half_of_each(file):
 MADE_HERE = {"prompts": prompts, "held-out prompts": held_out, "500 pairs": few, "half": half, "badly for well": badly}
 MADE_HERE |= {"cpl": partial(patched, "dpo_iterative"), "hir": partial(patched, "sft")}
 MADE_HERE |= {"models of three sizes": three_sizes, "half of each": half_of_each}
-MADE_HERE |= {"both pools": both_pools, "some of both pools": some_of_pools}
+MADE_HERE |= {"a third of the pairs": third, "both pools": both_pools, "some of both pools": some_of_pools}
 MADE_HERE |= {"late answers": renewed_reward.late_answers}
 
 
@@ -1414,31 +1450,41 @@ def line_of(claim, x: verdicts.Difference | None, seeds) -> dict:
     return {**asdict(claim), "seeds": seeds, "difference": x and x._asdict()}
 
 
+def hull(line) -> verdicts.Difference:
+    """Return a line's difference with both of its intervals in one: pooled over the group's arms, and by the spread of
+    its own seeds. A verdict stands only if both give it, because arms of a group may differ in how much seeds vary."""
+    x = verdicts.Difference(**line["difference"])
+    if line["seeds"] == 1:
+        return x
+    own = verdicts.of_seeds(x.by_seed)
+    return x._replace(low=min(x.low, own.low), high=max(x.high, own.high), seen=max(x.seen, own.seen))
+
+
 def verdict_of(line) -> str:
     """Return the verdict of a line of judge; a claim that is true by construction has no difference."""
     if line["by_construction"]:
         return f"true by construction: {line['by_construction']}"
-    x = line["difference"]
-    return verdicts.verdict(x["low"], x["high"], line["says"], line["margin"]) if x else "inconclusive"
+    if not line["difference"]:
+        return "inconclusive"
+    x = hull(line)
+    return verdicts.verdict(x.low, x.high, line["says"], line["margin"])
 
 
 def result_of(line) -> str:
     """Format the difference and its interval; if it is inconclusive, also the difference that the test would have seen;
-    if the interval from its own seeds alone would be inconclusive, that one as well."""
+    if that is so only by the interval from its own seeds alone, that one as well."""
     if not line["difference"]:
         return "a curve does not reach this KL in every seed"
     x, column, verdict = verdicts.Difference(**line["difference"]), line["column"], verdict_of(line)
     shown = with_interval(x, column)
+    if line["seeds"] == 1:
+        shown += " (one seed: prompts alone)"
+    elif verdicts.verdict(x.low, x.high, line["says"], line["margin"]) != verdict and not line["by_construction"]:
+        shown += f" (own seeds alone: {interval(verdicts.of_seeds(x.by_seed), column)})"
     beyond = {"no less": "a loss of ", "no more": "a rise of "}.get(line["says"], "")  # these are judged at the margin
     if verdict in ("no difference", "inconclusive"):
-        seen = signed(x.seen + line["margin"] * bool(beyond), column).removeprefix("+")
+        seen = signed(hull(line).seen + line["margin"] * bool(beyond), column).removeprefix("+")
         shown += f", would have seen {beyond}{seen}"
-    if line["seeds"] == 1:
-        return f"{shown} (one seed: prompts alone)"
-    own = verdicts.of_seeds(x.by_seed)
-    weaker = verdicts.verdict(own.low, own.high, line["says"], line["margin"]) == "inconclusive"
-    if line["row"] and verdict in ("holds", "opposite") and weaker:
-        shown += f" (own seeds alone: {interval(own, column)})"
     return shown
 
 
