@@ -149,6 +149,15 @@ def test_the_preference_is_the_mean_of_both_orders_worked_by_hand():
     assert first.template == second.template and first.opening == ai.TEXTS["ending"]
 
 
+def test_a_labeler_that_answers_too_few_questions_loses_no_pair():
+    class Short(GoldLabeler):
+        def probabilities(self, questions, options):
+            return super().probabilities(questions, options)[:2]
+
+    with pytest.raises(InputError, match="--model: the labeler answered 2 of 4 questions"):
+        labels(Short(), [item(), item()])
+
+
 def test_too_little_probability_in_either_order_is_no_answer():
     class Lopsided(GoldLabeler):
         def probabilities(self, questions, options):

@@ -181,6 +181,7 @@ REASONS = [  # (row, part of the reason)
     (pair(chosen=["ant", 5], rejected=["cat"]), ""),  # neither texts nor messages
     (pair(margin=10**400), "margin 1000"),  # an integer beyond float
     ({"prompt": "copy ant", "responses": responses(ant=10**400, cat=1)}, "not a list of {text, score}"),
+    (pair(chosen_is_safe="true", rejected_is_safe="false"), "is_safe ['true', 'false'] is neither true nor false"),
     (pair(preference=True), "preference True is not a number from 0 to 1"),
     (pair(chosen_score=1, rejected_score=3), "the scores contradict the label or are within --min-score-gap 0.0"),
     (pair("please tell me what the capital of france is", "paris", "rome"), "check --model"),
@@ -279,6 +280,21 @@ def test_margins_by_scores_are_in_the_units_of_their_data_set(load, tmp_path):
         assert len({c.source for c in both}) == 2
         margins = [c.margins[0, 1].item() for c in comparisons.with_margins(both, "large")]
         assert margins == pytest.approx(expected)
+
+
+def test_scores_of_two_data_sets_are_not_compared(load, tmp_path):
+    """0 to 4 in one, 0 to 10 in the other: a mediocre 6 is no better than an excellent 4."""
+    specs = []
+    for name, scores in (("a", {"ant": 4, "cat": 0}), ("b", {"dog": 6, "eel": 9})):
+        rows = [{"prompt": "copy ant", "completion": text, "score": score} for text, score in scores.items()]
+        specs.append(str(write_rows(tmp_path / f"{name}.jsonl", rows)))
+    both = comparisons.load(",".join(specs), "train", TOKENIZER, 64)
+    assert [c.texts for c in both] == [["ant", "cat"], ["eel", "dog"]]
+    specs = []
+    for text, label in (("ant", True), ("cat", False)):  # labels have no unit
+        rows = [{"prompt": "copy ant", "completion": text, "label": label}]
+        specs.append(str(write_rows(tmp_path / f"{text}.jsonl", rows)))
+    assert [c.texts for c in comparisons.load(",".join(specs), "train", TOKENIZER, 64)] == [["ant", "cat"]]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,12 @@ FORMATS = {
     "prompt, responses": ({"prompt": "a", "responses": SCORED}, [user("a"), bot("b")], False),
     "instruction, responses": ({"instruction": "a", "responses": SCORED}, [user("a"), bot("b")], False),
     "prompt, chosen": ({"prompt": "a", "chosen": "b", "rejected": "x"}, [user("a"), bot("b")], False),
+    "question, answer, chosen": (
+        {"question": "a", "answer": "x", "chosen": "b", "rejected": "y"}, [user("a"), bot("b")], False),
+    "question, answer, responses": (
+        {"question": "a", "answer": "x", "responses": SCORED}, [user("a"), bot("b")], False),
+    "instruction, output, chosen": (
+        {"instruction": "a", "output": "x", "chosen": "b", "rejected": "y"}, [user("a"), bot("b")], False),
     "prompt, chosen as messages": ({"prompt": TALK[:3], "chosen": TALK[3:]}, TALK, False),
     "chosen as messages": ({"chosen": TALK, "rejected": TALK[:2]}, TALK, False),
     "HH chosen": ({"chosen": HH, "rejected": "x"}, TALK, False),
@@ -269,9 +275,12 @@ def test_a_thought_that_the_template_renders_is_learnt(key, columns, tmp_path):
     (document,) = demonstrations.load_sft(write(tmp_path / "r.jsonl", [row]), tokenizer, 500)
     learnt = targets(tokenizer, document.ids.tolist(), document.response_mask.tolist())
     assert learnt == ["<think>\ntwo and two\n</think>\n\nb<|im_end|>"]
-    with pytest.raises(InputError, match=f"chosen or rejected has {key}"):
+    with pytest.raises(InputError, match=f"an answer has {key}"):
         pair = {"prompt": "a", "chosen": [answer], "rejected": [bot("c")]}
         comparisons.load(write(tmp_path / "p.jsonl", [pair]), "train", tokenizer, 500)
+    pair = {"prompt": "a", "chosen": [{**bot("b"), key: ""}], "rejected": [{**bot("c"), key: None}]}  # no thought
+    [read] = comparisons.load(write(tmp_path / "p.jsonl", [pair]), "train", tokenizer, 500)
+    assert read.texts == ["b", "c"]
 
 
 def test_a_thought_that_is_not_text_drops_the_row(tmp_path, capsys):
@@ -590,6 +599,38 @@ def test_mixture_with_weights_keeps_proportions_without_repeats(weights, counts,
 def test_of_a_pair_with_a_soft_label_the_likelier_answer_is_learnt(preference, learnt):
     row = {"prompt": "a", "chosen": "b", "rejected": "c", "preference": preference}
     assert message_columns.sft_messages(row)[0] == [user("a"), bot(learnt)]
+
+
+def test_a_mixture_takes_rows_of_all_system_prompts(tmp_path):
+    """Its rows are chosen by a hash of the question. Of messages before a pair the last one is part of it."""
+    system = lambda i: {"role": "system", "content": f"persona {i % 4}"}
+    rows = [{"messages": [system(i), user(f"q{i}")], "chosen": "a", "rejected": "b"} for i in range(400)]
+    others = [{"prompt": f"p{i}", "chosen": "a", "rejected": "b"} for i in range(400)]
+    spec = f"{write(tmp_path / 'a.jsonl', rows)}:0.25,{write(tmp_path / 'b.jsonl', others)}:0.5"
+    mixed = mixtures.load_rows(spec, "preferences")
+    personas = [row.data["messages"][0]["content"] for row in mixed if "messages" in row.data]
+    assert len(personas) == 200 and min(map(personas.count, {f"persona {i}" for i in range(4)})) > 30
+    dialogues = [{"messages": [system(0), user(f"q{i // 2}"), bot(f"a{i}")]} for i in range(80)]
+    spec = f"{write(tmp_path / 'a.jsonl', dialogues)}:0.25,{write(tmp_path / 'b.jsonl', others)}:2.5"
+    mixed = mixtures.load_rows(spec, "sft")
+    asked = [row.data["messages"][1]["content"] for row in mixed if "messages" in row.data]
+    assert sorted(map(asked.count, set(asked))) == [2] * 20  # completions of a prompt stay together
+
+
+def test_a_public_format_may_have_its_prompt_as_messages():
+    """HelpSteer3, its columns renamed to those of HelpSteer2."""
+    row = {"prompt": [user("a")], "response_1": "b", "response_2": "c", "preference_strength": -2}
+    converted, _ = formats.in_our_columns(row)
+    assert [x["text"] for x in converted["responses"]] == ["b", "c"] and converted["prompt"] == [user("a")]
+
+
+def test_only_the_most_frequent_reasons_for_dropped_rows_are_listed(tmp_path, capsys):
+    rows = [{"prompt": f"p{i}", "chosen": "a", "rejected": "b", "rating": i} for i in range(30)]
+    rows += [{"prompt": "p", "chosen": "a", "rejected": "a"}] * 2 + [{"prompt": "q", "chosen": "a", "rejected": "b"}]
+    comparisons.load(write(tmp_path / "r.jsonl", rows), "train", byte_tokenizer(), 500)
+    lines = capsys.readouterr().out.splitlines()
+    [first] = [i for i, line in enumerate(lines) if "dropped 32 of 33 rows" in line]
+    assert "2: the responses are the same" in lines[first + 1] and "11 other reasons" in lines[first + 21]
 
 
 def test_a_mixture_part_without_rows_is_an_error(tmp_path):

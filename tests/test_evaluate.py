@@ -642,6 +642,7 @@ def test_answers_in_the_data_are_a_policy_without_a_kl(small, tmp_path):
           {"chosen": "dog", "rejected": "cat", "chosen_score": 3, "rejected_score": 1}], "eel"),
         ([{"responses": [{"text": "ant", "score": 1}, {"text": "cat", "score": 0}]},
           {"responses": [{"text": "dog", "score": 0}, {"text": "eel", "score": 3}]}], "eel"),
+        ([{"completion": None}, {"completion": "eel"}], "eel"),  # an answer, if there is one
         ([{"completion": "ant"}, {"completion": "eel"}], "ant"),  # nobody says which is better: the first
     ],
 )  # fmt: skip

@@ -79,8 +79,8 @@ def joined(rows, tokenizer=None):
     """Join rows of single completions into pairs by their `label` (KTO) or `score`.
 
     Every two completions of a prompt with different values make a pair, and the one with the higher value
-    is chosen. Rows of other kinds are kept unchanged, and so are the completions of a prompt that has no
-    pair."""
+    is chosen; scores only within a data set, because each has its own unit. Rows of other kinds are kept
+    unchanged, and so are the completions of a prompt that has no pair."""
     kept = []
     single = collections.defaultdict(list)
     for row in rows:
@@ -95,8 +95,9 @@ def joined(rows, tokenizer=None):
         except ValueError:  # its reader will raise the same error and report it
             kept.append(row)
         else:
-            single[column, turns_key(prompt)].append((row._replace(read=paths), prompt, last, number))
-    for (column, _), rows in single.items():
+            unit = row.where.rpartition(":")[0] * (column == "score")  # every data set has its own
+            single[column, unit, turns_key(prompt)].append((row._replace(read=paths), prompt, last, number))
+    for (column, *_), rows in single.items():
         pairs = [(a, b) for a, b in itertools.product(rows, rows) if a[-1] > b[-1]]
         for (row, prompt, chosen, score), (_, _, rejected, other) in pairs:
             sides = {"prompt": prompt, "chosen": [chosen], "rejected": [rejected]}
@@ -191,7 +192,9 @@ def _labelled(row, min_score_gap) -> Comparison:
     source = row.where.rpartition(":")[0]
     labels.update(label_scores=label_scores, indices=tuple(range(len(texts))))
     for name in OF_EACH:
-        _of_each(values, name, labels["indices"])  # so that the column counts as read
+        cells = _of_each(values, name, labels["indices"])  # so that the column counts as read
+        if name == "is_safe" and cells and not all(cell in (False, True) for cell in cells):
+            raise formats.unreadable("is_safe", cells, "neither true nor false")
     values.get("reference")  # likewise: `describe` uses it later
     if category == "Ties":  # of RewardBench 2: the id names the question
         values.get("id")
@@ -346,9 +349,7 @@ def _pair(values):
     )
     if turns_key(prompt) != turns_key(other):
         raise ValueError("chosen and rejected have different prompts")
-    if more := (chosen.keys() | rejected.keys()) - {"role", "content"}:
-        raise ValueError(f"chosen or rejected has {', '.join(sorted(more))}: only demonstrations may have it")
-    return prompt, [chosen["content"], rejected["content"]]
+    return prompt, [message_columns.content_of(chosen), message_columns.content_of(rejected)]
 
 
 def _number(values, name, low, high):

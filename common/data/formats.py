@@ -114,7 +114,7 @@ def unread(row: dict, read, prefix=""):
 def _dialogue(prompt):
     """Convert a dialogue with HelpSteer2's marks to one with HH-RLHF's. A single turn has no marks."""
     names = {"\n<extra_id_1>User\n": "\n\nHuman: ", "\n<extra_id_1>Assistant\n": "\n\nAssistant: "}
-    pieces = re.split("(" + "|".join(names) + ")", prompt)
+    pieces = re.split("(" + "|".join(names) + ")", prompt) if isinstance(prompt, str) else [prompt]
     return prompt if len(pieces) == 1 else "\n\nHuman: " + "".join(names.get(part, part) for part in pieces)
 
 

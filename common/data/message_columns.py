@@ -37,18 +37,18 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
     dialogue = dialogue_of(row)
     if dialogue and dialogue[-1]["role"] == "assistant":
         return check_messages(dialogue, row), True
-    if "completion" in row and prompt_of(row):
+    if "responses" in row and prompt_of(row) is not None:
+        texts, scores = ranking(row["responses"])
+        messages = answered(row, texts[scores.index(max(scores))] if texts else None)
+    elif "chosen" in row:
+        messages = answered(row, row.get(likelier(row)))
+    elif "completion" in row and prompt_of(row):
         answer = turns(row["completion"], "assistant")
         if sum(turn["role"] == "assistant" for turn in answer) > 1:
             raise ValueError("the completion has several answers: write the dialogue as messages")
         messages = answered(row, answer)
     elif "output" in row and "instruction" in row:
         messages = answered(row, row["output"], instruction(row))
-    elif "responses" in row and prompt_of(row) is not None:
-        texts, scores = ranking(row["responses"])
-        messages = answered(row, texts[scores.index(max(scores))] if texts else None)
-    elif "chosen" in row:
-        messages = answered(row, row.get(likelier(row)))
     elif row.keys() & {*DIALOGUES, "completion", "output", "responses", "chosen"} and prompt_of(row):
         raise ValueError("no response")
     else:
@@ -185,8 +185,15 @@ def message(value) -> dict:
         if key in value and not value[key]:
             made["weight"] = 0
     read_keys = {"role", "from", "content", "value", *FLAGS, *CALLS}
-    more = [key for key in value if key in value and key not in read_keys and value.passes(key)]
-    return {**made, **{key: value[key] for key in more}}
+    more = {key: value[key] for key in value if key in value and key not in read_keys and value.passes(key)}
+    return {**made, **{key: x for key, x in more.items() if x not in ("", [], {})}}  # "": without a thought
+
+
+def content_of(answer: dict) -> str:
+    """Return the content of an answer to compare or to score; ValueError if it has more, such as a thought."""
+    if more := answer.keys() - {"role", "content"}:
+        raise ValueError(f"an answer has {', '.join(sorted(more))}: only demonstrations may have it")
+    return answer["content"]
 
 
 def text_of(message: dict) -> str:

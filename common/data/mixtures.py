@@ -76,7 +76,8 @@ def _prompt_or_place(row):
     Completions of one prompt have the same key, so they stay together. Other rows have their place as the
     key, so that a sorted file is sampled evenly."""
     prompt = [row.data.get(column) for column in QUESTION]
-    prompt += [x[:-1] for x in map(row.data.get, message_columns.DIALOGUES) if isinstance(x, list)]
+    dialogues = [x for x in map(row.data.get, message_columns.DIALOGUES) if isinstance(x, list)]
+    prompt += [x if message_columns.is_dialogue(x[-1:]) else x[:-1] for x in dialogues]  # without the answer
     return repr(prompt) if any(prompt) else row.where
 
 

@@ -44,7 +44,7 @@ def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None, reads=()) 
     keys = set()
     rows = mixtures.load_rows(spec, "prompts", split)
     if grade:
-        rows = sorted(rows, key=lambda row: -grade(row.data))
+        rows = sorted(rows, key=lambda row: grade(row.data), reverse=True)  # stable
     turns_of_rows = mapping.read(rows, turns_of, spec, "prompts", tokenizer)
     ids = mapping.map_over_ranks(turns_of_rows, partial(chat.prompt_ids, tokenizer))
     return mapping.map_rows(rows, prompt_of, spec, ids)

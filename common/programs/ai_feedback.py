@@ -66,7 +66,7 @@ def load_principles(args) -> list[str]:
     """Read the principles, one per line, from --constitution or, without that flag, from TEXTS.
 
     Raises InputError if the file has no principle."""
-    text = Path(args.constitution).read_text("utf-8") if args.constitution else TEXTS["principles"]
+    text = Path(args.constitution).read_text("utf-8-sig") if args.constitution else TEXTS["principles"]
     principles = [line.strip() for line in text.splitlines() if line.strip()]
     if not principles:
         raise InputError(f"--constitution {args.constitution}: no principle found. Write one per line.")
@@ -270,6 +270,8 @@ def label(rows, labeler, principles, args):
             openings = [f"{TEXTS['thoughts']} {text}\n{TEXTS['ending']}" for text in rationales]
             questions = [q._replace(opening=opening) for q, opening in zip(questions, openings)]
         answers = labeler.probabilities(questions, ("1", "2"))
+        if len(answers) != len(questions):
+            raise InputError(f"--model: the labeler answered {len(answers)} of {len(questions)} questions")
         for i, text in enumerate(rationales):
             answers[i] *= bool(text)  # an empty rationale counts as no answer
         chains.append(answers)

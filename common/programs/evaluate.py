@@ -162,7 +162,7 @@ def read_prompts(args, tokenizer, answered) -> list[tuple]:
             if len(last.ids) + len(further) * args.max_new_tokens > room:
                 raise ValueError(f"the answers may not all fit in {args.max_length} tokens (--max-length)")
             return prompt, None
-        text = message_columns.sft_messages(prompt.row.data)[0][-1]["content"]
+        text = message_columns.content_of(message_columns.sft_messages(prompt.row.data)[0][-1])
         _, [ids] = chat.encode_responses(tokenizer, prompt.turns, [text])
         if len(prompt.ids) + len(ids) > args.max_length:
             raise ValueError(f"longer than {args.max_length} tokens (--max-length)")
@@ -215,15 +215,16 @@ def scores_by_turn(rows, scorer) -> dict[str, float]:
     return {name: statistics.fmean(scores[name]) for name in names if not name.endswith("/None")}
 
 
-def score_of_answer(row) -> float:
-    """Return the score, or else the label, that a row has for the answer that sft.py would learn; -inf
-    without one."""
+def score_of_answer(row) -> tuple[bool, float]:
+    """Return (whether sft.py would learn an answer of the row, the score that the row has for this answer, or
+    else its label; -inf without one)."""
     side = mapping.value_or_error(message_columns.likelier, row)
     values = [row.get(name) for name in ("score", f"{side}_score", f"score_{side}", "label")]
     with contextlib.suppress(ValueError):  # invalid responses: the row's reader reports them
         values = [max(message_columns.ranking(row["responses"])[1])] if "responses" in row else values
     scores = [mapping.value_or_error(formats.number, x) for x in values]
-    return next((x for x in scores if isinstance(x, float)), -math.inf)
+    answer = mapping.value_or_error(message_columns.sft_messages, row)
+    return isinstance(answer, tuple), next((x for x in scores if isinstance(x, float)), -math.inf)
 
 
 def length_controlled(won, differences) -> float:
@@ -423,10 +424,13 @@ def load_pairs(paths, args):
     if not with_tokens:
         tokenizer.unk_token = None  # all scorers read text, so words that the tokenizer lacks are fine
     held_out = comparisons.load(args.dataset, args.split, tokenizer, args.max_length)
-    held_out = [c for c in held_out if labelled_pairs(c)]
-    if not held_out:
-        raise InputError(f"--dataset {args.dataset}: no response is labelled as better than another")
-    return held_out, tokenizer
+
+    def with_a_better(c):
+        if not labelled_pairs(c):
+            raise ValueError("no response is labelled as better than another")
+        return c
+
+    return mapping.map_rows(held_out, with_a_better, args.dataset), tokenizer
 
 
 def score_rows(scorer, held_out, args) -> list[dict]:

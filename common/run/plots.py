@@ -123,10 +123,9 @@ def scores(folder, scorers: dict[str, list[dict]]):
     for label, rows in scorers.items():
         pairs = [(abs(d), (d > 0) + (d == 0) / 2) for d, *_ in measures.pairs_of(rows)]
         pairs.sort(key=lambda pair: pair[0])  # not by correctness where differences are equal
-        size = math.ceil(len(pairs) / 10)
         mean_difference = lambda tenth: fmean(d for d, _ in tenth)
         accuracy = lambda tenth: fmean(right for _, right in tenth)
-        tenths = split(pairs, size)
+        tenths = split(pairs, math.ceil(len(pairs) / 10))
         left.plot(list(map(mean_difference, tenths)), list(map(accuracy, tenths)), "o-", label=label)
     line = torch.linspace(0, max(0.1, left.dataLim.x1), 50)
     left.plot(line, line.sigmoid(), "k--", linewidth=1, label="calibrated: 1 / (1 + exp(-difference))")
@@ -154,17 +153,13 @@ def better_and_worse(axis, name, rows):
 def scores_by_category(axis, scorers, categories):
     """Draw mean and standard deviation of each category's scores (arXiv:2309.10202, figures 1a and 4)."""
     for i, (label, rows) in enumerate(scorers.items()):
-        means = []
-        places = []
-        deviations = []
-        for place, name in enumerate(categories):
-            scores = measures.score_metrics([row for row in rows if str(row["category"]) == name])
-            if scores:
-                means.append(scores["mean"])
-                places.append(place + 0.2 * i)
-                deviations.append(scores["deviation"])
-        if means:
-            axis.errorbar(means, places, xerr=deviations, fmt="o", capsize=2, label=label)
+        rows_of = lambda name: [row for row in rows if str(row["category"]) == name]
+        scores = enumerate(measures.score_metrics(rows_of(name)) for name in categories)
+        scores = {place + 0.2 * i: x for place, x in scores if x}
+        means = [x["mean"] for x in scores.values()]
+        deviations = [x["deviation"] for x in scores.values()]
+        if scores:
+            axis.errorbar(means, list(scores), xerr=deviations, fmt="o", capsize=2, label=label)
     axis.set_yticks(range(len(categories)), [name[:24] for name in categories], fontsize=8)
     axis.invert_yaxis()  # first category at the top
     axis.set(title="scores by category", xlabel="mean and standard deviation")
