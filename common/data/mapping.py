@@ -98,7 +98,7 @@ def map_rows(rows, make, name: str, shared=None) -> list:
         for why, where in sorted(dropped.items(), key=lambda item: -len(item[1]))[:20]:
             print(f"  {len(where):,}: {why} ({', '.join(where[:3])}{', ...' if len(where) > 3 else ''})")
         if len(dropped) > 20:
-            print(f"  the others for {len(dropped) - 20:,} other reasons")
+            print(f"  and {len(dropped) - 20:,} other reasons")
     if not made:
         why = "; ".join(f"{reason[:300]} ({where[0]})" for reason, where in list(dropped.items())[:4])
         raise InputError(f"{name}: no usable row among its {len(rows)}: {why}{wanted}")
