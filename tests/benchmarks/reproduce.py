@@ -94,11 +94,11 @@ def in_short(name, command):
 
 
 def of_table(command) -> str | None:
-    """Return time and commit of a group of experiments.py from the last line of its table, if that has both."""
+    """Return time and commits of a group of experiments.py from the last line of its table, if that has both."""
     group = re.search(r"experiments.py (\w+) --seeds", command)
     table = TABLES / f"{group[1]}.md" if group else None
     last = table.read_text().splitlines()[-1] if table and table.exists() else ""
-    said = re.search(r"at .*\b([0-9a-f]{7})\b.*; \d+ runs, (\d+) minutes", last)
+    said = re.search(r"at ([0-9a-f]{7}[0-9a-f, ]*); \d+ runs, (\d+) minutes", last)
     return f"{60 * int(said[2])} s\t{said[1]}" if said else None
 
 
