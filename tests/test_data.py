@@ -56,12 +56,6 @@ FORMATS = {
     "prompt, responses": ({"prompt": "a", "responses": SCORED}, [user("a"), bot("b")], False),
     "instruction, responses": ({"instruction": "a", "responses": SCORED}, [user("a"), bot("b")], False),
     "prompt, chosen": ({"prompt": "a", "chosen": "b", "rejected": "x"}, [user("a"), bot("b")], False),
-    "question, answer, chosen": (
-        {"question": "a", "answer": "x", "chosen": "b", "rejected": "y"}, [user("a"), bot("b")], False),
-    "question, answer, responses": (
-        {"question": "a", "answer": "x", "responses": SCORED}, [user("a"), bot("b")], False),
-    "instruction, output, chosen": (
-        {"instruction": "a", "output": "x", "chosen": "b", "rejected": "y"}, [user("a"), bot("b")], False),
     "prompt, chosen as messages": ({"prompt": TALK[:3], "chosen": TALK[3:]}, TALK, False),
     "chosen as messages": ({"chosen": TALK, "rejected": TALK[:2]}, TALK, False),
     "HH chosen": ({"chosen": HH, "rejected": "x"}, TALK, False),
@@ -615,6 +609,20 @@ def test_a_mixture_takes_rows_of_all_system_prompts(tmp_path):
     mixed = mixtures.load_rows(spec, "sft")
     asked = [row.data["messages"][1]["content"] for row in mixed if "messages" in row.data]
     assert sorted(map(asked.count, set(asked))) == [2] * 20  # completions of a prompt stay together
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "a", "answer": "x", "chosen": "b", "rejected": "y"},
+        {"question": "a", "answer": "x", "responses": SCORED},
+        {"instruction": "a", "output": "x", "chosen": "b", "rejected": "y"},
+        {"prompt": "a", "completion": "x", "chosen": "b", "rejected": "y"},
+    ],
+)
+def test_a_pair_or_a_ranking_trains_its_better_answer_beside_a_reference_answer(row):
+    converted, _ = formats.in_our_columns(row)
+    assert message_columns.sft_messages(converted) == ([user("a"), bot("b")], False)
 
 
 def test_a_public_format_may_have_its_prompt_as_messages():
