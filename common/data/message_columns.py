@@ -186,11 +186,11 @@ def message(value) -> dict:
             made["weight"] = 0
     read_keys = {"role", "from", "content", "value", *FLAGS, *CALLS}
     more = {key: value[key] for key in value if key in value and key not in read_keys and value.passes(key)}
-    return {**made, **{key: x for key, x in more.items() if x not in ("", [], {})}}  # "": without a thought
+    return {**made, **{key: x for key, x in more.items() if x not in ("", [], {})}}  # "": no thought
 
 
 def content_of(answer: dict) -> str:
-    """Return the content of an answer to compare or to score; ValueError if it has more, such as a thought."""
+    """Return the content of an answer to compare or score; ValueError if it has more, such as a thought."""
     if more := answer.keys() - {"role", "content"}:
         raise ValueError(f"an answer has {', '.join(sorted(more))}: only demonstrations may have it")
     return answer["content"]

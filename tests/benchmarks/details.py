@@ -2,7 +2,6 @@
 function gets the group's Results, gain(arm, only) -> verdicts.Difference of the true reward over the first policy
 on a part of the prompts (experiments.PROMPTS), and the folder of the group's runs."""
 
-from pathlib import Path
 from statistics import fmean
 
 import peers  # noqa: F401 (it puts the project into sys.path)
@@ -83,7 +82,8 @@ def ladder(results, gain, folder) -> list[str]:
     for arm in results.arms:
         pairs, scored = [], 0
         for seed in range(results.seeds):
-            out = Path(str(results.folders[arm, seed]).partition("_part_")[0])  # learned in parts: the run with them all
+            out = results.folders[arm, seed]
+            out = out.with_name(out.name.partition("_part_")[0])  # learned in parts: the run with all of its pairs
             pairs += files.read_jsonl(out / "pairs.jsonl")
             scored += len(files.read_jsonl(out / "pool.jsonl"))
         by_iteration = {}

@@ -161,11 +161,11 @@ def rung(scorer, prompts, flags=""):
     return f"dpo_iterative {BARE} --scorer {scorer} --prompts-per-iteration {prompts} {flags}"
 
 
-def in_three_parts(run):
-    """Learn a run's pairs as online DPO would: a third of them at a time, each with an optimiser and schedule anew."""
+def in_three_parts(folder):
+    """Learn the pairs of a run as online DPO would: a third of them at a time, each with an optimiser and schedule anew."""
     begin, policy = {}, "runs/sft"
     for n in (1, 2, 3):
-        part = f"{run}_part_{n}"
+        part = f"{folder}_part_{n}"
         begin[f"{part}.jsonl"] = "a third of the pairs"
         begin[part] = f"dpo_iterative {BARE} --iterations 0 --offline-data {{out}}/{part}.jsonl --model {policy} "
         begin[part] += "--reference runs/sft"
@@ -222,6 +222,15 @@ SAMPLED = (
     "--scorer common.data.tiny:gold_scorer"
 )
 HIR = f"{RELABELLED}/hir {HINDSIGHT.format(out=RELABELLED)} {SFT_QUIET}"
+HIR_ARMS = {
+    "one round, sft.py": "=hindsight/hindsight_asked_to_answer_well",
+    "one round, hir.py without its two terms": "=hindsight/hir_py_without_its_two_terms",
+    "one round, hir.py with the entropy alone, 0.01": f"{HIR} --contrast-coef 0 --entropy-coef 0.01",
+    "one round, hir.py with the contrast alone": f"{HIR} --entropy-coef 0",
+    "one round, hir.py": "=hindsight/hir_py",
+    "two rounds, sft.py": "=hindsight/a_second_round_of_hindsight",
+    "two rounds, hir.py": "={out}/two",
+}
 RATES = ("1e-4", "3e-4", "1e-3", "3e-3")
 PTX = ("0", "0.03", "0.1", "0.3")
 STRENGTHS = ("0.03", "0.1", "0.3", "1", "3")  # each seed's curve reaches from 0.2 to 1.2 nats
@@ -1009,27 +1018,8 @@ GROUPS = {
         ),
     ),  # fmt: skip
     "hir": Group(  # its two terms one by one, and in a second round
-        {
-            "one round, sft.py": "=hindsight/hindsight_asked_to_answer_well",
-            "one round, hir.py without its two terms": "=hindsight/hir_py_without_its_two_terms",
-            "one round, hir.py with the entropy alone, 0.01": f"{HIR} --contrast-coef 0 --entropy-coef 0.01",
-            "one round, hir.py with the contrast alone": f"{HIR} --entropy-coef 0",
-            "one round, hir.py": "=hindsight/hir_py",
-            "two rounds, sft.py": "=hindsight/a_second_round_of_hindsight",
-            "two rounds, hir.py": "={out}/two",
-        },
-        asks=dict.fromkeys(
-            (
-                "one round, sft.py",
-                "one round, hir.py without its two terms",
-                "one round, hir.py with the entropy alone, 0.01",
-                "one round, hir.py with the contrast alone",
-                "one round, hir.py",
-                "two rounds, sft.py",
-                "two rounds, hir.py",
-            ),
-            f"{RELABELLED}/ask_well/rows.jsonl",
-        ),
+        HIR_ARMS,
+        asks=dict.fromkeys(HIR_ARMS, f"{RELABELLED}/ask_well/rows.jsonl"),
         begin={
             "pool": f"rejection_sampling {SAMPLED} --iterations 1 --model {RELABELLED}/hir_one "
             f"--dataset {RELABELLED}/practise_well/rows.jsonl",
@@ -1138,9 +1128,9 @@ def some_of_pools(file):
 
 
 def third(file):
-    """Every third pair of a run, from the first, second or third one on; file: RUN_part_NUMBER.jsonl."""
-    run, _, number = file.stem.partition("_part_")
-    files.write_jsonl(file, files.read_jsonl(file.parent / run / "pairs.jsonl")[int(number) - 1 :: 3])
+    """Every third pair of a run, from the first, second or third one on; file: FOLDER_part_NUMBER.jsonl."""
+    folder, _, number = file.stem.partition("_part_")
+    files.write_jsonl(file, files.read_jsonl(file.parent / folder / "pairs.jsonl")[int(number) - 1 :: 3])
 
 
 def three_sizes(folder):
@@ -1450,23 +1440,13 @@ def line_of(claim, x: verdicts.Difference | None, seeds) -> dict:
     return {**asdict(claim), "seeds": seeds, "difference": x and x._asdict()}
 
 
-def hull(line) -> verdicts.Difference:
-    """Return a line's difference with both of its intervals in one: pooled over the group's arms, and by the spread of
-    its own seeds. A verdict stands only if both give it, because arms of a group may differ in how much seeds vary."""
-    x = verdicts.Difference(**line["difference"])
-    if line["seeds"] == 1:
-        return x
-    own = verdicts.of_seeds(x.by_seed)
-    return x._replace(low=min(x.low, own.low), high=max(x.high, own.high), seen=max(x.seen, own.seen))
-
-
 def verdict_of(line) -> str:
     """Return the verdict of a line of judge; a claim that is true by construction has no difference."""
     if line["by_construction"]:
         return f"true by construction: {line['by_construction']}"
     if not line["difference"]:
         return "inconclusive"
-    x = hull(line)
+    x = verdicts.with_own_seeds(verdicts.Difference(**line["difference"]))
     return verdicts.verdict(x.low, x.high, line["says"], line["margin"])
 
 
@@ -1483,7 +1463,7 @@ def result_of(line) -> str:
         shown += f" (own seeds alone: {interval(verdicts.of_seeds(x.by_seed), column)})"
     beyond = {"no less": "a loss of ", "no more": "a rise of "}.get(line["says"], "")  # these are judged at the margin
     if verdict in ("no difference", "inconclusive"):
-        seen = signed(hull(line).seen + line["margin"] * bool(beyond), column).removeprefix("+")
+        seen = signed(verdicts.with_own_seeds(x).seen + line["margin"] * bool(beyond), column).removeprefix("+")
         shown += f", would have seen {beyond}{seen}"
     return shown
 

@@ -10,6 +10,7 @@ because both variances of means contain the residual, which would otherwise coun
 (each a cluster, its seeds' mean inside) has the second term only; the wider of the two is taken. Three or
 four seeds say little about their variance, so that part is pooled over all arms of a group: an arm's seed means
 have a part that all arms of a seed share (the first policy, and the luck of its answers) and a part of their own.
+Where arms differ in how much their seeds vary, pooling misleads: a verdict is therefore on with_own_seeds.
 """
 
 import math
@@ -93,6 +94,15 @@ def of_seeds(values: list[float]) -> Difference:
     and the luck of the prompts, which all seeds share, is not included."""
     arms = torch.tensor(values, dtype=torch.float64)[None, :, None]
     return difference(torch.ones_like(arms[..., 0]), arms, torch.zeros_like(arms[0]))
+
+
+def with_own_seeds(x: Difference) -> Difference:
+    """Widen a difference to both of its intervals: x's own, pooled over the arms of a group, and of_seeds. A verdict
+    stands only if both give it, because arms of a group may differ in how much seeds vary."""
+    if len(x.by_seed) == 1:
+        return x
+    own = of_seeds(x.by_seed)
+    return x._replace(low=min(x.low, own.low), high=max(x.high, own.high), seen=max(x.seen, own.seen))
 
 
 def at_kl(kl: torch.Tensor, x: float) -> torch.Tensor | None:
