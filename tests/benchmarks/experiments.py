@@ -101,6 +101,8 @@ class Group:
     """File or folder of `out`: the command that makes it of the {arms} or of their answers, for a column of OF_RUN."""
     parts: tuple[str, ...] = ()
     """Keys of PROMPTS on which the table shows the gain with its interval; (): with and without a hazard."""
+    seeds: int = 5
+    """How many seeds the group's table has."""
 
 
 def name_of(arm):
@@ -222,12 +224,14 @@ SAMPLED = (
     "--scorer common.data.tiny:gold_scorer"
 )
 HIR = f"{RELABELLED}/hir {HINDSIGHT.format(out=RELABELLED)} {SFT_QUIET}"
-HIR_ARMS = {
+HIR_ARMS = {  # sft.py takes 220 steps, hir.py 126, or 220 with smaller ones
     "one round, sft.py": "=hindsight/hindsight_asked_to_answer_well",
     "one round, hir.py without its two terms": "=hindsight/hir_py_without_its_two_terms",
     "one round, hir.py with the entropy alone, 0.01": f"{HIR} --contrast-coef 0 --entropy-coef 0.01",
     "one round, hir.py with the contrast alone": f"{HIR} --entropy-coef 0",
     "one round, hir.py": "=hindsight/hir_py",
+    "220 steps, hir.py without its two terms": f"{HIR} --batch-size 110 --contrast-coef 0 --entropy-coef 0",
+    "220 steps, hir.py": f"{HIR} --batch-size 110",
     "two rounds, sft.py": "=hindsight/a_second_round_of_hindsight",
     "two rounds, hir.py": "={out}/two",
 }
@@ -1011,7 +1015,7 @@ GROUPS = {
                 "a second round of hindsight", "the same, and as many responses again", row=42,
                 label="over as many responses of the first policy",
             ),
-            Claim("hir.py", "hir.py, without its two terms", row=43),
+            Claim("hir.py", "hir.py, without its two terms", row=43, label="126 steps of 192 responses"),
             Claim("a second round of hindsight", "the best of 4, two iterations"),
             Claim("one threshold, asked to answer well", "hindsight, asked to answer well"),
             Claim("one threshold, asked to answer badly", "hindsight, asked to answer badly"),
@@ -1031,6 +1035,12 @@ GROUPS = {
             Claim("one round, hir.py with the entropy alone, 0.01", "one round, hir.py without its two terms"),
             Claim("one round, hir.py with the contrast alone", "one round, hir.py without its two terms"),
             Claim("one round, hir.py", "one round, hir.py with the contrast alone"),
+            Claim(
+                "220 steps, hir.py", "220 steps, hir.py without its two terms", row=43,
+                label="220 steps of 110, as sft.py takes",
+            ),
+            Claim("220 steps, hir.py without its two terms", "one round, hir.py without its two terms"),
+            Claim("220 steps, hir.py without its two terms", "one round, sft.py"),
             Claim("two rounds, hir.py", "two rounds, sft.py"),
             Claim("two rounds, hir.py", "one round, hir.py"),
         ),
@@ -1538,8 +1548,9 @@ def publish_claims(name, lines, root=peers.ROOT):
 @dataclass
 class Args:
     groups: tyro.conf.Positional[tuple[Literal[tuple(GROUPS)], ...]] = tuple(GROUPS)
-    seeds: int = 5
-    """Number of seeds 0, 1, ...: of SFT, of the scorers, and of the arms' prompts, samples and order."""
+    seeds: int | None = None
+    """Number of seeds 0, 1, ...: of SFT, of the scorers, and of the arms' prompts, samples and order. Default: as many
+    as each group's table has."""
     publish: bool = False
     """Write the tables into docs/."""
 
@@ -1564,9 +1575,9 @@ def begun(names) -> dict[str, str]:
 
 def main(args: Args):
     torch.set_num_threads(1)  # as ENVIRONMENT, for what is made in this process
-    seeds = args.seeds
     for name in args.groups:
         group, commits = GROUPS[name], {}
+        seeds = args.seeds or group.seeds
         for seed in range(seeds):
             commits.update(dict.fromkeys(run_group(name, seed)))
         lines = []
