@@ -245,7 +245,11 @@ def test_docs_claims_shows_the_computed_results_and_verdicts(experiments):
     """This test computes the verdicts again from the intervals in docs/results and the claims in the code."""
     text = (ROOT / "docs" / "results" / "claims.md").read_text("utf-8")
     shown = dict(re.findall(r"<!-- claim (\d+) -->(.*?)<!-- end -->", text))
-    judged = {name: group.claims for name, group in experiments.GROUPS.items()} | experiments.ELSEWHERE
+    groups = experiments.GROUPS
+    judged = {name: group.claims for name, group in groups.items()} | experiments.ELSEWHERE
+    for name, group in groups.items():
+        table = (ROOT / "docs" / "results" / "tables" / f"{name}.md").read_text("utf-8")
+        assert f"experiments.py {name} --seeds {group.seeds}`" in table, f"{name}: run it again"
     for file in (ROOT / "docs" / "results" / "tables").glob("*.jsonl"):
         claims = {
             (claim.after, claim.before, claim.row, claim.kl, claim.column, claim.only, claim.prompts): claim
