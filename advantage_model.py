@@ -205,7 +205,7 @@ def update(model, optimizer, comparisons, args):
     whole_loss = totals["loss"] + totals["regression"]
     # clips gradients; raises an error, without a step, if the loss or a gradient is not finite
     [grad_norm] = dist.optimizer_step([model], [optimizer], whole_loss, args.max_grad_norm)
-    accuracy = totals["n_correct"] / totals["n_rows"] if "n_rows" in totals else 0.0  # else all are ties
+    accuracy = totals["n_correct"] / totals["n_rows"] if "n_rows" in totals else 0.5  # else all are ties
     return totals["loss"], totals["regression"], accuracy, grad_norm
 
 
@@ -296,50 +296,34 @@ def main(args: Args):
 
 BASE = Args(
     model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
-    epochs=1.0,  # section 4.2, like the schedule and the warm-up
+    epochs=1.0, lr_schedule="cosine_with_min_lr", warmup_ratio=0.1,  # section 4.2
     lr=1e-5,  # Llama 2's for reward models (arXiv:2307.09288, section 3.2.2)
-    lr_schedule="cosine_with_min_lr",
-    warmup_ratio=0.1,
-    batch_size=16,  # ours, like all below: a few hundred comparisons make some twenty steps
-    micro_batch_size=4,
-    max_length=1024,
-    length_prompts=16,
-    max_new_tokens=256,
-    slots=32,
-)
+    # Ours: a few hundred comparisons make some twenty steps
+    batch_size=16, micro_batch_size=4, max_length=1024, length_prompts=16, max_new_tokens=256, slots=32,
+)  # fmt: skip
 RECIPES = {
     "tiny": ("the tiny world, from random weights: the default, one to two minutes on two CPU cores", Args()),
-    "base": (
-        "a pretrained chat model: the default if the model or the data are not the tiny world's",
-        BASE,
-    ),
+    "base": ("a pretrained chat model: the default if the model or the data are not the tiny world's", BASE),
     "large": (
         "your own model of 1 to 13B on 8 GPUs of 80 GB; give --model and --dataset",
         replace(
             BASE, model="Qwen/Qwen2.5-7B-Instruct", lr=5e-6,  # section 4.2
             batch_size=128, max_length=4096, max_new_tokens=512, slots=None, gradient_checkpointing=True,
-        ),  # fmt: skip
+        ),
     ),
     "advantage_model": (
         "the paper's run on HH-RLHF, from another model of 7B",
         Args(
             model="Qwen/Qwen2.5-7B-Instruct",  # the paper's BLOOMZ-7B (section 4.1) has ALiBi, without SDPA
-            dataset="Anthropic/hh-rlhf",
-            epochs=1.0,  # section 4.2, like the learning rate, its schedule and the batch
-            lr=5e-6,
-            lr_schedule="cosine_with_min_lr",
-            warmup_ratio=0.1,
-            weight_decay=0.0,  # not given
-            batch_size=180,
-            bound=2.5,  # section 3.1
-            micro_batch_size=4,
-            max_length=2048,
-            max_new_tokens=512,
-            slots=None,
+            dataset="Anthropic/hh-rlhf", bound=2.5,  # section 3.1
+            # section 4.2
+            epochs=1.0, lr=5e-6, lr_schedule="cosine_with_min_lr", warmup_ratio=0.1, batch_size=180,
+            # Not given
+            weight_decay=0.0, micro_batch_size=4, max_length=2048, max_new_tokens=512, slots=None,
             gradient_checkpointing=True,
         ),
     ),
-}
+}  # fmt: skip
 
 if __name__ == "__main__":
     launch(main, RECIPES)

@@ -313,7 +313,7 @@ def samplers(versions, iteration, args):
         of_model = len(range(i, args.n_samples, len(names)))  # this model's share
         for j, temperature in enumerate(args.temperatures):
             shares.append((name, temperature, len(range(j, of_model, len(args.temperatures)))))
-    return [share for share in shares if share[2]]
+    return shares
 
 
 def load_data(args, tokenizer, samples):
@@ -352,26 +352,17 @@ def new_pairs_of(pool, prompts, iteration, args):
     return best_against_worst(responses_of(rows, prompts), [row["score"] for row in rows], iteration, args)
 
 
-PLOTS = [
-    partial(
-        plots.curves,
-        panels={
-            "reward": ["eval/score", "gold/score", "pool/best", "pool/worst"],
-            "length (tokens)": ["sample/length", "pairs/chosen_length", "pairs/rejected_length"],
-        },
-        name="iterations.png",
-        x="iteration",
-    ),
-    partial(
-        plots.curves,
-        panels={
-            "loss": ["loss/dpo"],
-            "implicit reward": ["reward/chosen", "reward/rejected"],
-            "accuracy": ["train/accuracy", "pairs/accuracy"],
-        },
-    ),
-    plots.frontier,
-]
+PANELS = {
+    "loss": ["loss/dpo"],
+    "implicit reward": ["reward/chosen", "reward/rejected"],
+    "accuracy": ["train/accuracy", "pairs/accuracy"],
+}
+BY_ITERATION = {
+    "reward": ["eval/score", "gold/score", "pool/best", "pool/worst"],
+    "length (tokens)": ["sample/length", "pairs/chosen_length", "pairs/rejected_length"],
+}
+by_iteration = partial(plots.curves, panels=BY_ITERATION, name="iterations.png", x="iteration")
+PLOTS = [by_iteration, partial(plots.curves, panels=PANELS), plots.frontier]
 
 
 def main(args: Args):
@@ -468,47 +459,28 @@ BASE = Args(
     beta=0.1,  # the same
     warmup_ratio=0.1,  # Zephyr's (the alignment handbook)
     # Ours, chosen by experiment (docs/use/recipes.md): 5e-7 learns nothing from a few hundred pairs
-    lr=1e-5,
-    batch_size=8,
-    prompts_per_iteration=None,  # ours, like all below
-    max_new_tokens=256,
-    slots=32,
-    micro_batch_size=2,
-    score_batch_size=8,
-    max_length=1024,
-    eval_prompts=200,
-)
+    lr=1e-5, batch_size=8, prompts_per_iteration=None, max_new_tokens=256, max_length=1024,
+    slots=32, micro_batch_size=2, score_batch_size=8, eval_prompts=200,
+)  # fmt: skip
 RECIPES = {
     "tiny": ("the tiny world: the default, about a minute on two CPU cores", Args()),
-    "base": (
-        "a pretrained chat model: the default if the model or the data are not the tiny world's",
-        BASE,
-    ),
+    "base": ("a pretrained chat model: the default if the model or the data are not the tiny world's", BASE),
     "large": (
         "your own model of 1 to 13B on 8 GPUs of 80 GB; give --model and --dataset",
         replace(
             BASE, model="Qwen/Qwen2.5-7B-Instruct", lr=5e-7, batch_size=128,  # RLHF Workflow, section 3.3
             prompts_per_iteration=2000, max_new_tokens=1024, max_length=4096, gradient_checkpointing=True,
-        ),  # fmt: skip
+        ),
     ),
     "rlhf_workflow": (
         "RLHF Workflow's three iterations of 20,000 prompts; --length-penalty 0.001 for its concise model",
         Args(
-            model="RLHFlow/LLaMA3-SFT",  # the authors' SFT model
-            scorer="sfairXC/FsfairX-LLaMA3-RM-v0.1",  # the authors' Bradley-Terry reward model
+            model="RLHFlow/LLaMA3-SFT", scorer="sfairXC/FsfairX-LLaMA3-RM-v0.1",  # the authors'
             dataset="RLHFlow/prompt-collection-v0.1",  # the paper uses 60K of it and does not say which
-            prompts_per_iteration=20_000,  # section 3.3, like the next five
-            max_new_tokens=2048,
-            beta=0.1,
-            epochs=2.0,
-            lr=5e-7,
-            batch_size=128,
-            max_length=4096,  # not given
-            eval_prompts=500,  # ours, like all below
-            slots=None,
-            micro_batch_size=2,
-            score_batch_size=8,
-            gradient_checkpointing=True,
+            # section 3.3
+            prompts_per_iteration=20_000, max_new_tokens=2048, beta=0.1, epochs=2.0, lr=5e-7, batch_size=128,
+            max_length=4096,  # not given, and the next line is ours
+            eval_prompts=500, slots=None, micro_batch_size=2, score_batch_size=8, gradient_checkpointing=True,
         ),
     ),
     "zephyr": (
@@ -517,55 +489,33 @@ RECIPES = {
             model="alignment-handbook/zephyr-7b-sft-full",  # recipes/zephyr-7b-beta/dpo, unless noted
             offline_data="HuggingFaceH4/ultrafeedback_binarized[train_prefs]",
             dataset="HuggingFaceH4/ultrafeedback_binarized[test_prefs]",  # only prompts for the evaluation
-            iterations=0,
-            beta=0.01,
-            epochs=1.0,
-            lr=5e-7,
-            warmup_ratio=0.1,
-            batch_size=128,  # 8 GPUs x 8 pairs x 2 accumulation steps
-            micro_batch_size=8,
-            max_length=1024,
-            gradient_checkpointing=True,
-            max_new_tokens=512,  # ours, for the evaluation
-            eval_prompts=0,  # ours: no scorer is needed
+            iterations=0, beta=0.01, epochs=1.0, lr=5e-7, warmup_ratio=0.1, max_length=1024,
+            batch_size=128, micro_batch_size=8, gradient_checkpointing=True,  # 8 GPUs x 8 pairs x 2 steps
+            max_new_tokens=512, eval_prompts=0,  # ours: no scorer is needed
         ),
     ),
     "rlhf_workflow_offline": (
         "RLHF Workflow's baseline, offline DPO on Nectar's best and worst answers",
         Args(
             model="RLHFlow/LLaMA3-SFT",
-            offline_data="berkeley-nest/Nectar",  # appendix B, like epochs, batch_size, lr and its schedule
             dataset="RLHFlow/prompt-collection-v0.1",  # only prompts for the evaluation
-            iterations=0,
-            epochs=1.0,
-            batch_size=128,
-            lr=5e-7,
+            offline_data="berkeley-nest/Nectar", iterations=0,  # appendix B, like the next line
+            epochs=1.0, batch_size=128, lr=5e-7,
             beta=0.1,  # section 3.3 (iterative DPO), like the default warm-up of 0.03
-            micro_batch_size=2,  # ours, like all below
-            max_new_tokens=512,
-            max_length=4096,
-            eval_prompts=0,
+            # Ours
+            micro_batch_size=2, max_new_tokens=512, max_length=4096, eval_prompts=0,
             gradient_checkpointing=True,
         ),
     ),
     "dpo": (
         "the DPO paper's dialogues; python sft.py dpo comes first",
         Args(
-            offline_data="Anthropic/hh-rlhf",  # arXiv:2305.18290, section 6
+            offline_data="Anthropic/hh-rlhf", iterations=0,  # arXiv:2305.18290, section 6
             dataset="Anthropic/hh-rlhf[test]",  # only prompts for the evaluation
-            iterations=0,
-            beta=0.1,  # appendix B, like the next three; 0.5 for summaries
-            batch_size=64,
-            lr=1e-6,
-            warmup_ratio=0.06,  # 150 of 2,500 steps
-            epochs=1.0,  # the authors' code, like the next three
-            lr_schedule="constant_with_warmup",
-            max_grad_norm=10.0,
-            max_length=512,
-            max_new_tokens=256,  # ours, like all below
-            micro_batch_size=8,
-            eval_prompts=0,
-            gradient_checkpointing=True,
+            # Appendix B (beta: 0.5 for summaries; warm-up is 150 of 2,500 steps), then the authors' code
+            beta=0.1, batch_size=64, lr=1e-6, warmup_ratio=0.06,
+            epochs=1.0, lr_schedule="constant_with_warmup", max_grad_norm=10.0, max_length=512,
+            max_new_tokens=256, micro_batch_size=8, eval_prompts=0, gradient_checkpointing=True,  # ours
         ),
     ),
     "summarize": (
@@ -578,9 +528,9 @@ RECIPES = {
             lr_schedule="constant_with_warmup", max_grad_norm=10.0,  # the authors' code
             max_length=640, max_new_tokens=64, micro_batch_size=8, eval_prompts=0,  # ours
             gradient_checkpointing=True,
-        ),  # fmt: skip
+        ),
     ),
-}
+}  # fmt: skip
 
 if __name__ == "__main__":
     launch(main, RECIPES)

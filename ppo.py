@@ -66,8 +66,6 @@ class Args:
     responses."""
     safety_threshold: float = 0.15
     """Probability of the safety scorer below which a response is unsafe (Llama 2)."""
-    retokenize: bool = False
-    """Allow a scorer with a different tokenizer or chat template; it then encodes and scores the text."""
     dataset: str = "tiny"
     """Prompts: tiny, a hub name, a file (docs/use/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
@@ -287,7 +285,7 @@ def estimate_advantages(rollout, args):
     advantages, rollout.returns = gae(token_rewards, rollout.old_values, rollout.mask, args.gamma, args.lam)
     if args.whiten_advantages:
         advantages = whiten(advantages, rollout.mask)  # every rank has the whole rollout
-    rollout.advantages = torch.where(rollout.mask, advantages, 0.0) * sampler_weights(rollout, args)
+    rollout.advantages = advantages * sampler_weights(rollout, args)  # 0 outside the mask
     return masked_sum(kl, rollout.mask).item() / len(last)
 
 
@@ -359,7 +357,7 @@ def metrics_of(rollout, steps):
     n = total["n"]
     returns = rollout.returns[rollout.mask]
     errors = returns - rollout.old_values[rollout.mask]
-    gap = (rollout.sample_logprobs - rollout.old_logprobs)[rollout.mask]  # sampler - training, nats
+    drawn, old = rollout.sample_logprobs[rollout.mask], rollout.old_logprobs[rollout.mask]
     row = {
         "reward/score": rollout.scores.mean().item(),
         "reward/deviation": rollout.scores.std(correction=0).item(),
@@ -371,8 +369,8 @@ def metrics_of(rollout, steps):
         "value/explained_variance": 1 - (errors.var(correction=0) / returns.var(correction=0)).item(),
         "optim/value_grad_norm": total["value/grad_norm"] / len(steps),
         "policy/entropy": rollout.entropies[rollout.mask].mean().item(),
-        "policy/sampler_kl": (torch.expm1(-gap) + gap).mean().item(),  # k3
-        "policy/sampler_ratio_max": gap.abs().max().exp().item(),
+        "policy/sampler_kl": kl_estimate(drawn, old, "k3").mean().item(),
+        "policy/sampler_ratio_max": (drawn - old).abs().max().exp().item(),
     }
     if "policy/loss_sum" in total:  # absent while only the value model learns
         row["loss/policy"] = total["policy/loss_sum"] / n

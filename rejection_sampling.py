@@ -161,7 +161,7 @@ def select(sampled, scores, threshold=None):
     best has the lowest of these scores. (With scores of 0 and 1 it would be a wrong answer.)
 
     sampled: [(prompt, response)]. scores: one number for each.
-    Returns (indices into `sampled`, number of prompts left out)."""
+    Returns (indices into `sampled`, number of prompts left out for that reason)."""
     groups, chosen, n_left_out = {}, [], 0
     for i, (prompt, _) in enumerate(sampled):
         groups.setdefault(prompt.key, []).append(i)
@@ -384,31 +384,17 @@ def main(args: Args):
 
 
 BASE = Args(
-    epochs=2.0,  # Llama 2, section 3.1 (SFT), like the learning rate
-    lr=2e-5,
-    warmup_ratio=0.03,  # ours, like all below
-    packing=False,  # short responses would make only a few packed rows, and so few steps
-    prompts_per_iteration=200,
-    temperatures=(0.7, 1.0),
-    sweep_prompts=16,
-    max_new_tokens=256,
-    slots=32,
-    micro_batch_size=2,
-    score_batch_size=8,
-    max_length=1024,
-    eval_prompts=200,
-)
+    epochs=2.0, lr=2e-5,  # Llama 2, section 3.1 (SFT)
+    # Ours. Not packed: short responses would make only a few packed rows, and so few steps
+    warmup_ratio=0.03, packing=False, prompts_per_iteration=200, temperatures=(0.7, 1.0), sweep_prompts=16,
+    max_new_tokens=256, slots=32, micro_batch_size=2, score_batch_size=8, max_length=1024, eval_prompts=200,
+)  # fmt: skip
 RECIPES = {
     "tiny": (
         "the tiny world, three iterations, the best of 8: the default, about a minute on two CPU cores",
-        # No temperature above 1: at 1.3 the choice follows the reward model's mistakes (see its page in
-        # docs/)
-        Args(),
+        Args(),  # no temperature above 1: at 1.3 the choice follows the reward model's mistakes (see docs/)
     ),
-    "base": (
-        "a pretrained chat model: the default if the model or the data are not the tiny world's",
-        BASE,
-    ),
+    "base": ("a pretrained chat model: the default if the model or the data are not the tiny world's", BASE),
     "large": (
         "your own model of 1 to 13B on 8 GPUs of 80 GB; give --model and --dataset",
         replace(
@@ -416,46 +402,31 @@ RECIPES = {
             packing=True, weight_decay=0.1, batch_size=64,  # section 3.1 (SFT)
             prompts_per_iteration=2000, sweep_prompts=64, max_new_tokens=1024, max_length=4096,
             micro_batch_size=1, gradient_checkpointing=True,
-        ),  # fmt: skip
+        ),
     ),
     "llama2": (
         "Llama 2's, four versions; prompts and models of your own",
         Args(
             model="meta-llama/Llama-2-7b-chat-hf",  # the SFT model itself is not public
             dataset="Anthropic/hh-rlhf",  # its prompts; Meta's own are not public
-            iterations=4,  # section 3.2.3: up to V4 only rejection sampling
-            prompts_per_iteration=None,
-            n_samples=10,  # figure 8: 10 to 100
-            temperatures=(0.8, 1.0, 1.2, 1.3),  # figure 8: 1.2 to 1.3 is best after RLHF
-            sweep_prompts=256,  # not given
-            max_new_tokens=1024,  # not given
-            epochs=2.0,  # section 3.1 (SFT), like the next four
-            lr=2e-5,
-            weight_decay=0.1,
-            batch_size=64,
-            max_length=4096,
-            warmup_ratio=0.03,  # not given
-            slots=None,  # ours, like all below
-            micro_batch_size=1,
-            score_batch_size=8,
-            save_every=200,
-            gradient_checkpointing=True,
+            # section 3.2.3: up to V4 only rejection sampling; figure 8: 10 to 100 samples, and after RLHF
+            # temperatures of 1.2 to 1.3 are best
+            iterations=4, prompts_per_iteration=None, n_samples=10, temperatures=(0.8, 1.0, 1.2, 1.3),
+            epochs=2.0, lr=2e-5, weight_decay=0.1, batch_size=64, max_length=4096,  # section 3.1 (SFT)
+            sweep_prompts=256, max_new_tokens=1024, warmup_ratio=0.03,  # not given
+            slots=None, micro_batch_size=1, score_batch_size=8, save_every=200, gradient_checkpointing=True,
         ),
     ),
     "rest": (
         "ReST on the tiny world: thresholds that rise, from the last version, the SFT data kept in",
         Args(
-            output_dir="runs/rest",
-            sft_dataset="tiny",  # section 3: new data is added to the original
-            threshold=(0.0, 0.5, 1.0),  # section 3: rising; the values are ours, in runs/reward's units
-            lr_decay=0.5,  # section 3: lower in each improve step; the factor is ours
-            candidates="last",  # each grow step samples a new data set
-            start_from="last",
-            epochs=1.0,  # ours, like the learning rate
-            lr=5e-4,
+            # section 3: new data is added to the original; thresholds rise and lr falls in each improve step;
+            # each grow step samples a new data set. The values are ours, thresholds in runs/reward's units
+            output_dir="runs/rest", sft_dataset="tiny", threshold=(0.0, 0.5, 1.0), lr_decay=0.5,
+            candidates="last", start_from="last", epochs=1.0, lr=5e-4,
         ),
     ),
-}
+}  # fmt: skip
 
 if __name__ == "__main__":
     launch(main, RECIPES)

@@ -243,25 +243,15 @@ def main(args: Args):
 
 BASE = Args(
     model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
-    epochs=1.0,  # Llama 2, section 3.2.2, like all values up to the warm-up: a second epoch overfits
-    lr=1e-5,
-    lr_schedule="cosine_with_min_lr",
-    warmup_ratio=0.03,
-    min_warmup_steps=5,
-    batch_size=16,  # ours, like all below: a few hundred comparisons make some twenty steps
-    micro_batch_size=4,
-    max_length=1024,
-    length_prompts=16,
-    max_new_tokens=256,
-    slots=32,
-)
+    # Llama 2, section 3.2.2: a second epoch overfits
+    epochs=1.0, lr=1e-5, lr_schedule="cosine_with_min_lr", warmup_ratio=0.03, min_warmup_steps=5,
+    # Ours: a few hundred comparisons make some twenty steps
+    batch_size=16, micro_batch_size=4, max_length=1024, length_prompts=16, max_new_tokens=256, slots=32,
+)  # fmt: skip
 LARGE = dict(micro_batch_size=4, max_new_tokens=512, slots=None, gradient_checkpointing=True)  # ours: memory
 RECIPES = {
     "tiny": ("the tiny world, from random weights: the default, one to two minutes on two CPU cores", Args()),
-    "base": (
-        "a pretrained chat model: the default if the model or the data are not the tiny world's",
-        BASE,
-    ),
+    "base": ("a pretrained chat model: the default if the model or the data are not the tiny world's", BASE),
     "large": (
         "your own model of 1 to 13B on 8 GPUs of 80 GB; give --model and --dataset",
         # 128 instead of Llama 2's 512: tens of thousands of comparisons would make few steps
@@ -273,32 +263,19 @@ RECIPES = {
             model="meta-llama/Llama-2-7b-chat-hf",  # section 3.2.2: from a chat checkpoint
             dataset="Anthropic/hh-rlhf",  # one of the open sets in table 6; Meta's own is not public
             margin="none",  # --margin small or large (table 27) on rows with a `rating`, which hh-rlhf lacks
-            epochs=1.0,  # section 3.2.2, like all below
-            lr=1e-5,  # 5e-6 for 70B
-            lr_schedule="cosine_with_min_lr",
-            warmup_ratio=0.03,
-            min_warmup_steps=5,
-            weight_decay=0.1,  # section 3.1 (SFT)
-            batch_size=512,
-            max_length=4096,
-            **LARGE,
+            # section 3.2.2 (lr for 70B: 5e-6); weight_decay is section 3.1's (SFT)
+            epochs=1.0, lr=1e-5, lr_schedule="cosine_with_min_lr", warmup_ratio=0.03, min_warmup_steps=5,
+            batch_size=512, max_length=4096, weight_decay=0.1, **LARGE,
         ),
     ),
     "qwen": (
         "Qwen's reward model; its second stage is a second run with --model runs/reward and cleaner data",
         Args(
             # Section 3.2.1 starts from a pretrained model; we need one with a chat template
-            model="Qwen/Qwen2.5-7B-Instruct",
-            dataset="Anthropic/hh-rlhf",  # Qwen's comparisons are not public
+            model="Qwen/Qwen2.5-7B-Instruct", dataset="Anthropic/hh-rlhf",  # Qwen's data are not public
             balance_categories=False,  # True (section 3.2.1) on rows with a `category`, which hh-rlhf lacks
-            epochs=1.0,  # section 3.2.1, like all below
-            lr=3e-6,
-            lr_schedule="constant_with_warmup",
-            warmup_ratio=0.0,
-            weight_decay=0.0,  # not given
-            batch_size=64,
-            max_length=2048,
-            **LARGE,
+            epochs=1.0, lr=3e-6, lr_schedule="constant_with_warmup", batch_size=64, max_length=2048,  # 3.2.1
+            warmup_ratio=0.0, weight_decay=0.0, **LARGE,  # not given
         ),
     ),
     "rlhf_workflow": (
@@ -306,49 +283,33 @@ RECIPES = {
         Args(
             model="meta-llama/Meta-Llama-3-8B-Instruct",  # section 2.2
             dataset="hendrydong/preference_700K",  # the authors' published mixture
-            epochs=1.0,  # section 2.2
-            lr=2e-6,  # the authors' code; its schedule is the default cosine
-            warmup_ratio=0.03,  # section 2.2
-            weight_decay=0.001,  # the authors' code
-            batch_size=512,  # section 2.2
-            length_prompts=2000,  # section 2.3, figure 5
-            max_length=4096,
-            **LARGE,
+            epochs=1.0, warmup_ratio=0.03, batch_size=512, length_prompts=2000,  # sections 2.2 and 2.3
+            lr=2e-6, weight_decay=0.001,  # the authors' code, which leaves the schedule at cosine
+            max_length=4096, **LARGE,
         ),
     ),
     "summarize": (
         "Stiennon et al.'s, of summaries; python sft.py summarize comes first",
         Args(
-            model="runs/sft",
-            dataset="trl-lib/tldr-preference",  # the paper's comparisons, as pairs
-            # arXiv:2009.01325, appendix B.1, like the model, the default cosine and the next two values.
+            model="runs/sft", dataset="trl-lib/tldr-preference",  # the paper's comparisons, as pairs
+            # arXiv:2009.01325, appendix B.1, like the model and the default cosine; lr 5e-6 for 6.7B.
             # InstructGPT (arXiv:2203.02155, appendix C.2): lr 9e-6 falling to a tenth; 64 rankings of 4 to 9
             # responses per step
-            epochs=1.0,
-            lr=1.5e-5,  # 5e-6 for 6.7B
-            batch_size=64,
-            warmup_ratio=0.0,  # not given, like all below
-            weight_decay=0.0,
-            max_length=640,
-            **LARGE,
+            epochs=1.0, lr=1.5e-5, batch_size=64,
+            warmup_ratio=0.0, weight_decay=0.0, max_length=640, **LARGE,  # not given
         ),
     ),
     "rlaif": (
         "RLAIF's, on the rows of python -m common.programs.ai_feedback label",
         Args(
             model="Qwen/Qwen2.5-7B-Instruct",  # the paper's, PaLM 2 XS, is not public
-            dataset="runs/labels/rows.jsonl",
-            epochs=2.0,  # arXiv:2309.00267, appendix G, like all below: 2 or 3, until the curves are flat
-            lr=1e-5,
-            lr_schedule="constant_with_warmup",  # not given, like the next two
-            warmup_ratio=0.0,
-            weight_decay=0.0,
-            batch_size=32,  # for dialogues; 128 for summaries
-            max_length=1152,  # 1,024 for the prompt and 128 for the response
-            **LARGE,
+            # arXiv:2309.00267, appendix G: 2 or 3 epochs, until the curves are flat; batch_size for
+            # dialogues (128 for summaries); 1,024 tokens for the prompt and 128 for the response
+            dataset="runs/labels/rows.jsonl", epochs=2.0, lr=1e-5, batch_size=32, max_length=1152,
+            lr_schedule="constant_with_warmup", warmup_ratio=0.0, weight_decay=0.0, **LARGE,  # not given
         ),
     ),
-}
+}  # fmt: skip
 
 if __name__ == "__main__":
     launch(main, RECIPES)

@@ -7,8 +7,6 @@ answer the same prompt share it in the same way. Batches are divided among ranks
 
 import json
 import math
-import unicodedata
-import zlib
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -42,36 +40,10 @@ class Document(NamedTuple):
     def key(self) -> str:
         return turns_key(self.messages[:-1])
 
-    @property
-    def questions(self) -> dict[tuple, int]:
-        roles = [message["role"] for message in self.messages[:-1]]
-        # An answer before any user turn (a greeting) has no question
-        answers = [i for i, role in enumerate(roles) if role == "assistant" and "user" in roles[:i]]
-        return held_out_keys(self.messages[:i] for i in [*(answers if self.all_turns else ()), -1])
-
 
 def turns_key(turns: list[dict]) -> str:
     """Return a string that is equal for equal prompts."""
     return json.dumps([[m["role"], m["content"].strip()] for m in turns])
-
-
-def held_out_keys(prompts) -> dict[tuple, int]:
-    """Return {question: hash} for the prompts whose answers a row teaches.
-
-    These are the only keys by which rows of any kind are held out from training. A question is a prompt
-    without its system turns, which say how to answer and may differ between rows with the same question; only
-    a prompt of system turns alone keeps them. Questions that differ only in case, white space or Unicode form
-    count as equal, because files spell the same question differently, and holding out one row too many does
-    no harm. The hash, used to choose a random subset, is that of the prompt as written.
-
-    prompts: iterable of lists of turns (messages)."""
-    questions = {}
-    for turns in prompts:
-        question = [m for m in turns if m["role"] not in ("system", "developer")]
-        turns = question if any(m["content"].strip() for m in question) else turns
-        texts = (unicodedata.normalize("NFKC", m["content"]).casefold().split() for m in turns)
-        questions[tuple(map(" ".join, texts))] = zlib.crc32(turns_key(turns).encode())
-    return questions
 
 
 def printable(value) -> str | None:
@@ -161,9 +133,9 @@ def make_blocks(documents, max_length, packing=True, multiple=0, share_prompt=Fa
     """Group documents into blocks, lists of documents that share a row; without packing, one document each.
 
     documents: list[Document]. max_length: tokens in a row.
-    multiple: 0 fills the rows as far as possible. Otherwise the number of ranks that share the blocks: the
-      number of blocks is a multiple of it and rows are about equally long, so that no rank waits for another
-      and a micro-batch has little padding.
+    multiple: 0 fills the rows as far as possible. Otherwise the number of ranks that share the blocks: rows
+      are about equally long, and if there are enough documents, their number is a multiple of it, so that no
+      rank waits for another and a micro-batch has little padding.
     share_prompt: True forms trees of a rollout's responses (responses.documents) to one prompt: their row has
       the prompt once. Responses that would make the row longer than max_length begin another tree. With fewer
       trees than ranks, no prompt is shared."""
@@ -203,7 +175,7 @@ class Batch(NamedTuple):
     # that the first token of a response is predicted at the end of a prompt that it shares
     sources: torch.Tensor
     documents: list[Document]  # in the order of their rows and columns
-    attention_mask: torch.Tensor | None = None  # (B, 1, T, T) bool, if a prompt is shared: tree_mask
+    attention_mask: torch.Tensor | None = None  # (B, 1, T, T) bool, if prompts may be shared: tree_mask
     # Of a batch of comparisons only:
     comparisons: list = ()
     sizes: list[int] = ()  # responses of each comparison, including samples
@@ -288,17 +260,13 @@ class Comparison(NamedTuple):
     category: str | None = None
     indices: tuple = (0, 1)  # positions of these responses in the row
     samples: tuple = ()  # further responses without labels, ids as in response_ids
-    # (K + samples, k), ratios to k other policies. advantage_model.py's eq. 8 needs them: (K, 0) for none
+    # (K + samples, n), ratios to n other policies; advantage_model.py needs them, with n = 0 if there are none
     ratios: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None  # (K,), nats, log pi_0(y | x), for DPO
 
     @property
     def key(self) -> str:
         return turns_key(self.prompt)
-
-    @property
-    def questions(self) -> dict[tuple, int]:
-        return held_out_keys([self.prompt])
 
     @property
     def n_tokens(self):

@@ -11,11 +11,9 @@ import json
 import math
 import os
 import sys
-import warnings
 import zlib
 from collections import Counter
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as td
@@ -65,50 +63,6 @@ def setup() -> torch.device:
         patient = td.new_group(backend="gloo", timeout=PATIENCE)
     here = device or torch.device("cpu")
     return here
-
-
-def print_machine():
-    """Print device, dtype, ranks and versions, and warn of a GPU that torch cannot use."""
-    if is_main():
-        with_what = ", ".join(f"{name} {value}" for name, value in machine().items())
-        print(f"{with_what}; torch {torch.__version__}, transformers {transformers.__version__}")
-        if here.type == "cpu":
-            _warn_of_unused_gpu()
-
-
-def machine() -> dict:
-    """Return device, dtype, attention and number of ranks, for a run's first line and args.json."""
-    name = f"{here} ({torch.cuda.get_device_name(here)})" if here.type == "cuda" else str(here)
-    dtype = str(compute_dtype_of(here)).removeprefix("torch.")
-    return {"device": name, "compute_dtype": dtype, "attention": attention, "world_size": world_size()}
-
-
-def peak_memory(device, name: str) -> dict[str, float]:
-    """Return this rank's peak memory on an accelerator in GB (10^9 bytes); {} on the CPU and on Apple's MPS.
-
-    "memory/NAME_gb": peak of its tensors since the last call. "memory/reserved_gb": peak that torch
-    reserved."""
-    if device.type in ("cpu", "mps"):
-        return {}
-    peak = torch.accelerator.max_memory_allocated(device) / 1e9
-    reserved = torch.accelerator.max_memory_reserved(device) / 1e9
-    torch.accelerator.reset_peak_memory_stats(device)
-    return {f"memory/{name}_gb": peak, "memory/reserved_gb": reserved}
-
-
-def _warn_of_unused_gpu(driver=Path("/dev/nvidiactl")):
-    """Print a warning if there is an NVIDIA GPU, not hidden on purpose, that torch cannot use.
-
-    The driver may be too old for torch's CUDA, or torch may be built without CUDA.
-    driver: a file that exists if the driver is loaded."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.is_available()  # warns if the driver is too old
-    if (driver.exists() or caught) and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-        why = f": {str(caught[0].message).split('. ')[0]}" if caught else ""
-        built = f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use it{why}"
-        mend = "update the driver, or install a torch for it"
-        print(f"warning: this machine has an NVIDIA GPU, but {built}. All runs on the CPU: {mend}")
 
 
 def _keep_freed_memory():
@@ -400,7 +354,7 @@ def backward(loss):
 
 
 class Sums:
-    """Sum the metrics of losses, scalars by name, over the micro-batches of a step and then over ranks.
+    """Sum the metrics of losses, scalar tensors by name, over the micro-batches of a step and then over ranks.
 
     A mean is then one division by the step's count. For names that end in _max the maximum is kept."""
 
@@ -410,7 +364,7 @@ class Sums:
     def add(self, metrics: dict, prefix: str = ""):
         """Add the metrics of one micro-batch, without waiting for the device."""
         for name, value in metrics.items():
-            self.values.setdefault(prefix + name, []).append(torch.as_tensor(value).detach())
+            self.values.setdefault(prefix + name, []).append(value.detach())
 
     def over_ranks(self) -> dict[str, float]:
         """Return {name: total}, the same on every rank. Every rank must call it, even without micro-batch."""

@@ -47,8 +47,9 @@ def whiten(x, mask):
     x: any shape. mask: bool, same shape as x.
     Returns a tensor like x, 0 where mask is False. Raises ValueError if the mask keeps nothing."""
     mean = masked_mean(x, mask)
-    var = masked_mean((x - mean) ** 2, mask)
-    return torch.where(mask, (x - mean) / (var + 1e-8) ** 0.5, torch.zeros_like(x))
+    difference = torch.where(mask, x - mean, torch.zeros_like(x))
+    var = masked_mean(difference**2, mask)
+    return difference / (var + 1e-8) ** 0.5
 
 
 def sft_loss(logprobs, action_mask, n_tokens=None):
@@ -85,12 +86,11 @@ def bradley_terry_loss(chosen_scores, rejected_scores, margin=None, preference=N
     preference: (n,), in [0, 1], the probability that "chosen" is the better response; None is 1.
     Returns (loss, {"loss_sum": nats, "n_correct": pairs ranked as labelled, a tie counts 1/2, "n_rows": n}).
     Raises ValueError for a preference outside [0, 1]."""
+    if preference is not None and not ((preference >= 0) & (preference <= 1)).all():
+        raise ValueError("bradley_terry_loss: a preference is a probability, from 0 to 1")
     margin = torch.zeros_like(chosen_scores) if margin is None else margin
-    given = preference
     preference = torch.ones_like(chosen_scores) if preference is None else preference
     _same_shape(chosen=chosen_scores, rejected=rejected_scores, margin=margin, preference=preference)
-    if given is not None and not ((given >= 0) & (given <= 1)).all():
-        raise ValueError("bradley_terry_loss: a preference is a probability, from 0 to 1")
     difference = chosen_scores - rejected_scores
     loss_sum = -(
         preference * logsigmoid(difference - margin) + (1 - preference) * logsigmoid(-difference - margin)
@@ -112,6 +112,8 @@ def ranking_loss(scores, ranks, margin=None):
     Returns (loss, metrics) of these pairs, as bradley_terry_loss does.
     Raises ValueError if no two ranks are at least 1 apart."""
     _same_shape(scores=scores, ranks=ranks)
+    if margin is not None:
+        _same_shape(margin=margin, pairs=ranks[:, None] - ranks)
     better, worse = torch.nonzero(ranks[:, None] + 1 <= ranks[None, :], as_tuple=True)
     if len(better) == 0:
         raise ValueError("ranking_loss: no response is better than another, there is nothing to learn from")
@@ -153,7 +155,8 @@ def advantage_model_loss(chosen_advantages, rejected_advantages, bound=2.5, n_ro
     bound: a number or (n,), reward units.
     Returns (loss, {"loss_sum": nats, "rank_loss_sum": nats, the first term, "n_correct": pairs ranked as
       labelled, a tie counts 1/2, "n_rows": n})."""
-    _same_shape(chosen=chosen_advantages, rejected=rejected_advantages)
+    bounds = {"bound": bound} if torch.is_tensor(bound) else {}
+    _same_shape(chosen=chosen_advantages, rejected=rejected_advantages, **bounds)
     difference = chosen_advantages - rejected_advantages
     rank_sum = -logsigmoid(difference).sum()
     bound_sum = -(logsigmoid(bound - chosen_advantages) + logsigmoid(bound + rejected_advantages)).sum()
@@ -267,7 +270,7 @@ def importance_weights(old_logprobs, sample_logprobs, action_mask, cap):
     (Truncated importance sampling; rho in IMPALA, Espeholt et al., arXiv:1802.01561, eq. 1.)
 
     The sampler's q differs from pi_old because sampling and training round bfloat16 differently, with top-p,
-    or if another program samples. With these weights, and given a token's prefix, the loss over tokens from q
+    where rows of the embeddings belong to no token, or if another program samples. With these weights, and given a token's prefix, the loss over tokens from q
     estimates the loss over tokens from pi_old; the cap limits its variance at the price of some bias. Two
     things stay uncorrected: how often q reaches the prefix, and tokens outside of top-p, which q never draws.
 
@@ -417,7 +420,7 @@ def _mean_over_rows(name, loss_sum, n_rows, signs):
     """Return (loss, metrics) of pairs. signs: (n,), positive if ranked as labelled, 0 for a tie."""
     if n_rows is None and len(signs) == 0:
         raise ValueError(f"{name}: there is no pair to learn from")
-    n_correct = (torch.sign(signs.detach()) + 1).sum() / 2
+    n_correct = (torch.sign(signs.detach().float()) + 1).sum() / 2
     n = torch.full_like(n_correct, len(signs))
     metrics = {"loss_sum": loss_sum.detach(), "n_correct": n_correct, "n_rows": n}
     return loss_sum / (len(signs) if n_rows is None else n_rows), metrics

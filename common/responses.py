@@ -6,7 +6,7 @@ import torch
 from tqdm import tqdm
 
 from common import dist
-from common.batches import Document, Row, held_out_keys, printable, split, turns_key
+from common.batches import Document, Row, printable, split, turns_key
 from common.errors import Diverged, InputError
 from common.sampler import sample
 
@@ -21,10 +21,6 @@ class Prompt(NamedTuple):
     @property
     def key(self) -> str:
         return turns_key(self.turns)
-
-    @property
-    def questions(self) -> dict[tuple, int]:
-        return held_out_keys([self.turns])
 
     @property
     def question(self) -> str:
@@ -42,7 +38,7 @@ class Response(NamedTuple):
     text: str
     finished: bool  # True: ended by an end-of-sequence token; False: cut at max_new_tokens
     clean: bool = True  # False if there is a special token before the end, which `text` does not show
-    logprobs: tuple[float, ...] = ()  # of each id, nats, under the sampler's distribution; () if unknown
+    logprobs: tuple[float, ...] = ()  # of each id, nats, under the sampler's distribution; () if unknown (PPO needs them)
     written: str = ""  # text with special tokens shown, for reward functions; "" without special tokens
 
     @property

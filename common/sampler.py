@@ -670,6 +670,7 @@ def main(args: Args):
         rollout = sample(
             model, prompt, n=args.n, max_new_tokens=max(1, min(args.max_new_tokens, room)), stop_ids=stop_ids,
             pad_id=0, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed,
+            vocab_size=1 + max(tokenizer.get_vocab().values()),  # later rows of the embeddings are no tokens
         )  # fmt: skip
         for tokens, mask in zip(rollout.response_tokens, rollout.sample_mask):
             answer = tokenizer.decode(tokens[mask], skip_special_tokens=True)

@@ -170,7 +170,7 @@ def test_a_soft_label_counts_as_its_more_likely_side_and_a_tie_has_no_loss(tmp_p
     one, other = (one_step(ready(comparisons_of(tmp_path, [row])))[0] for row in (ROWS[0], swapped))
     assert one[0] == pytest.approx(other[0], abs=1e-5)
     tied = ready(comparisons_of(tmp_path, [{**row, "preference": 0.5} for row in ROWS[:3]]))
-    assert one_step(tied)[0] == (0.0, 0.0, 0.0, 0.0)
+    assert one_step(tied)[0] == (0.0, 0.0, 0.5, 0.0)
 
 
 def train(batch, steps=40):

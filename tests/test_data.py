@@ -18,7 +18,7 @@ from helpers import bot, user
 from templates import CHATML, FAMILIES, GPT2, QWEN, SPECIAL, byte_tokenizer, family, piece_tokenizer
 
 from common import responses
-from common.batches import Comparison, Document, Row, collate, held_out_keys, make_blocks, pack, pack_evenly
+from common.batches import Comparison, Document, Row, collate, make_blocks, pack, pack_evenly
 from common.errors import InputError
 from common.data import auxiliary, chat, comparisons, demonstrations, formats, message_columns, mixtures
 from common.data import progress, prompt_sets, splits, tiny
@@ -972,14 +972,14 @@ def test_a_template_that_reads_only_parts_of_messages_is_refused(tmp_path):
 def test_system_turns_tell_questions_apart_if_nothing_else_is_said():
     system = lambda text: {"role": "system", "content": text}
     one, other, blank = ([system("text 1")], [system("text 2")], [system("text 1"), user(" ")])
-    key = lambda *prompts: list(held_out_keys(prompts))
+    key = lambda *prompts: list(splits.held_out_keys(prompts))
     assert key(one) != key(other) and key(one) != key([]) and key(blank) != key([user(" ")])
     assert key([system("text 1"), user("q")]) == key([user("q")])
 
 
 def test_spellings_of_one_text_in_unicode_are_one_question():
     """Composed, decomposed or of full width."""
-    key = lambda text: list(held_out_keys([[user(text)]]))
+    key = lambda text: list(splits.held_out_keys([[user(text)]]))
     assert key("caf\u00e9") == key("cafe\u0301") != key("cafe")
     assert key("\uff23\uff2f\uff30\uff39 ant") == key("copy ant")
 
@@ -1279,9 +1279,9 @@ def test_questions_match_across_formats_case_white_space_and_system_turns(row, t
     document = Document(torch.zeros(1), torch.ones(1), [*turns, bot("b")], Row("f:1", row))
     pair = Comparison(turns, ["a", "b"], None, [], torch.tensor([0, 1]), "f", Row("f:1", row))
     items = [document, pair, responses.Prompt([], turns, Row("f:1", row))]
-    [question] = document_of(user("copy ant bear")).questions
-    assert all(list(item.questions) == [question] for item in items)
-    assert [question] != list(document_of(user("copy ant")).questions)
+    [question] = splits.questions(document_of(user("copy ant bear")))
+    assert all(list(splits.questions(item)) == [question] for item in items)
+    assert [question] != list(splits.questions(document_of(user("copy ant"))))
     train = [document_of(user("copy ant")), *items]
     kept = splits.without_prompts_of(train, [document_of(user("Copy Ant bear"))], "mine")
     assert kept == train[:1]
@@ -1305,7 +1305,7 @@ def test_every_answer_that_is_learnt_has_its_question_held_out(tokenizer, tmp_pa
     assert kept == {("ant", 1): ["2", "3"], ("cat", 3): ["3"], ("Cat ", 2): ["1", "2"]}
     # an answer that is cut off is none the less the last one's, not the first one's
     [cut] = demonstrations.load_sft(write(tmp_path / "one.jsonl", rows[:1]), tokenizer, 6)
-    assert len(cut.questions) == 2
+    assert len(splits.questions(cut)) == 2
 
 
 @pytest.mark.parametrize("before", [[], [SYSTEM]])
@@ -1315,8 +1315,8 @@ def test_a_greeting_before_any_question_is_no_question(before, tokenizer, tmp_pa
     path = write(tmp_path / "rows.jsonl", rows)
     load = functools.partial(demonstrations.load_sft, tokenizer=tokenizer, max_length=64)
     documents = load(path)
-    assert [len(d.questions) for d in documents] == [1] * len(rows)
-    assert documents[0].questions != documents[1].questions
+    assert [len(splits.questions(d)) for d in documents] == [1] * len(rows)
+    assert splits.questions(documents[0]) != splits.questions(documents[1])
     kept = load(path, held_out=[document_of(*before, bot("hello"), user(f"copy {WORDS[0]}"))])
     assert len(kept) == len(rows) - 1
 
@@ -1330,7 +1330,7 @@ def test_dialogues_with_the_same_first_turn_are_held_out_together(tokenizer, tmp
     path = write(tmp_path / "rows.jsonl", rows)
     load = functools.partial(demonstrations.load_sft, tokenizer=tokenizer, max_length=64)
     train, held_out = splits.train_and_held_out(path, None, load, None)
-    sides = [{q for d in some for q in d.questions} for some in (train, held_out)]
+    sides = [{q for d in some for q in splits.questions(d)} for some in (train, held_out)]
     assert len(train) == 54 and len(held_out) == 6 and not sides[0] & sides[1]
     one_opening = write(tmp_path / "one.jsonl", [rows[i] for i in range(0, 60, 10)])
     train, held_out = splits.train_and_held_out(one_opening, None, load, None)

@@ -30,7 +30,7 @@ from common.errors import NotFinite
 from common.data import mapping, tiny
 from common.data.files import read_jsonl
 from common.loading import tensor_parallel
-from common.run import checkpoints, pool
+from common.run import checkpoints, machine, pool
 
 WEIGHTS = "model/model.safetensors"
 
@@ -174,24 +174,24 @@ print(before, resident())
 def test_an_unusable_gpu_is_reported_in_one_line(driver, says, visible, warned, tmp_path, monkeypatch, capsys):
     if driver:
         (tmp_path / "nvidiactl").touch()
-    monkeypatch.setattr(dist.torch.cuda, "is_available", lambda: says and dist.warnings.warn(says))
+    monkeypatch.setattr(dist.torch.cuda, "is_available", lambda: says and machine.warnings.warn(says))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    dist._warn_of_unused_gpu(tmp_path / "nvidiactl")
+    machine._warn_of_unused_gpu(tmp_path / "nvidiactl")
     said = capsys.readouterr().out
     assert said.count("\n") == warned and ("runs on the CPU" in said) == warned
     assert not says or "driver on your system is too old. All" in said
 
 
 def test_a_program_prints_its_machine_first(monkeypatch, capsys):
-    monkeypatch.setattr(dist, "_warn_of_unused_gpu", lambda: None)
+    monkeypatch.setattr(machine, "_warn_of_unused_gpu", lambda: None)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     monkeypatch.setattr(dist, "compute_dtype", "bfloat16")
     monkeypatch.setattr(dist, "attention", "eager")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     dist.setup()
-    dist.print_machine()
+    machine.show()
     versions = f"torch {torch.__version__}, transformers {dist.transformers.__version__}"
     rest = "attention eager, world_size 1"
     assert capsys.readouterr().out == f"device cpu, compute_dtype bfloat16, {rest}; {versions}\n"
@@ -710,8 +710,8 @@ def test_buffers_are_sent_from_rank_0_on_the_cpu_and_memory_peaks_are_reset(monk
     for name, value in read.items():
         monkeypatch.setattr(torch.accelerator, name, lambda device, value=value: value)
     gpu = torch.device("cuda", 0)
-    assert dist.peak_memory(gpu, "update") == {"memory/update_gb": 3.0, "memory/reserved_gb": 5.0}
-    assert dist.peak_memory(torch.device("cpu"), "update") == {}
+    assert machine.peak_memory(gpu, "update") == {"memory/update_gb": 3.0, "memory/reserved_gb": 5.0}
+    assert machine.peak_memory(torch.device("cpu"), "update") == {}
 
 
 def test_other_ranks_wait_for_a_slow_function_beyond_a_collectives_timeout(tmp_path):

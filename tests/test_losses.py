@@ -435,6 +435,20 @@ def test_whiten_subtracts_the_mean_and_divides_by_the_population_deviation():
     assert kept.var(correction=0).item() == pytest.approx(1) and abs(kept.var().item() - 1) > 0.4  # Bessel's
 
 
+def test_whiten_passes_no_gradient_through_masked_nan():
+    x = torch.where(MASK, X, torch.nan).requires_grad_()
+    losses.whiten(x, MASK)[0, 0].backward()
+    assert torch.isfinite(x.grad).all() and x.grad[MASK].all() and not x.grad[~MASK].any()
+
+
+def test_pairs_are_counted_exactly_in_bfloat16():
+    """bfloat16 has no 1,001."""
+    worse = torch.zeros(1001, dtype=torch.bfloat16)
+    for loss in (losses.bradley_terry_loss, losses.advantage_model_loss):
+        _, counts = loss(worse + 1, worse)
+        assert counts["n_rows"] == counts["n_correct"] == 1001
+
+
 def test_whiten_keeps_equal_values_finite_and_refuses_an_empty_mask():
     assert losses.whiten(torch.full((3,), 7.0), torch.ones(3, dtype=torch.bool)).tolist() == [0, 0, 0]
     with pytest.raises(ValueError, match="keeps nothing"):
@@ -1051,6 +1065,8 @@ SAME_SHAPE = [
     (lambda *inputs: losses.length_penalty(*inputs, 0.1), PAIRS[:2]),
     *[(loss, inputs) for loss, inputs, _ in LOSSES if loss is not losses.advantage_model_loss],
     (losses.advantage_model_loss, PAIRS[:2]),  # whose bound may be a number
+    (losses.advantage_model_loss, [*PAIRS[:2], LABELS]),
+    (lambda scores, margin: losses.ranking_loss(scores, RANKS, margin), [LABELS, LABELS - LABELS[:, None]]),
 ]
 
 

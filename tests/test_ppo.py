@@ -1315,11 +1315,9 @@ def foreign(small):
     return str(small.folder / "foreign")
 
 
-def test_a_scorer_with_other_tokens_needs_retokenize(small, foreign, tmp_path):
-    ended = run(small, tmp_path, scorer=foreign, **SHORT | {"iterations": 1})
-    assert_error(ended, "foreign has different tokens or a different chat template than", "--retokenize")
-    assert not (tmp_path / "args.json").exists()
-    succeeds(run(small, tmp_path, "--retokenize", scorer=foreign, **SHORT | {"iterations": 1}))
+def test_a_scorer_with_other_tokens_scores_the_text_and_a_line_says_so(small, foreign, tmp_path):
+    ended = succeeds(run(small, tmp_path, scorer=foreign, **SHORT | {"iterations": 1}))
+    assert "foreign has different tokens or a different chat template: the text is encoded again\n" in ended.out
 
 
 def test_a_kl_above_the_limit_stops_the_run_and_keeps_the_checkpoint(small, tmp_path):

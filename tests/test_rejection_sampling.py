@@ -207,6 +207,17 @@ def test_temperatures_are_compared_with_top_p_and_versions_answer_without(monkey
     assert asked == [(1, {}), *compared]
 
 
+def test_versions_with_equal_weights_give_equal_samples_but_other_sweeps():
+    """Their paired difference is 0, so that a gain is the training's."""
+    args = make_args(eval_prompts=2, sweep_prompts=2, n_samples=4, temperatures=(1.0,))
+    seen = []
+    evaluate = version_evaluation.RejectionSamplingEvaluation([A, B], scorer_that_notes(seen), TOKENIZER, args)
+    first, second = (evaluate(tiny_policy(), version, {}) for version in (0, 1))
+    assert first["samples"] == second["samples"]
+    swept = [[text for _, text in seen[start : start + 8]] for start in (2, 12)]  # after two samples each
+    assert len(seen) == 20 and swept[0] != swept[1]
+
+
 def test_versions_scored_by_different_scorers_are_not_compared():
     """--resume may change the scorer, and scores of different scorers cannot be compared."""
     samples = [[{"score": x} for x in scores] for scores in ((0.0, 1.0), (2.0, 2.0), (9.0, 7.0))]
@@ -483,9 +494,10 @@ def test_every_call_of_the_sampler_has_a_seed_of_its_own(small, tmp_path, monkey
 
     monkeypatch.setattr(responses, "sample_responses", noted)
     run_here(small, tmp_path, epochs=0.1)
-    assert len(seeds) == 3 * (1 + 2) + 2 * 3 == len(set(seeds))  # of each version three rounds; three chunks
+    # Of each version its answers, always with one seed, and two rounds of the sweep; of two iterations three chunks
+    assert len(seeds) == 3 * (1 + 2) + 2 * 3 and len(set(seeds)) == 1 + 3 * 2 + 2 * 3
     run_here(small, tmp_path, overwrite=True, epochs=0.1, seed=1)
-    assert len(set(seeds)) == len(seeds) == 30
+    assert len(seeds) == 30 and len(set(seeds)) == 26
 
 
 def test_one_policy_at_a_time_is_in_memory(small, tmp_path, monkeypatch):

@@ -98,8 +98,8 @@ def test_the_kit_imports_nothing_but_itself_and_keeps_its_budget():
         assert set(imports(tree_of(FILES[file])).values()) <= set(test_copying.KIT)
     # Beyond the goal of 1,300: masks made once 12; --shard-size 6; padding token 1; few shapes of decoding steps 6; few
     # rows 1; PPO's responses share their prompt 35; CUDA graphs 56; weights between bfloat16's numbers 20; less 26,
-    # since comparisons are batches of documents, and 15 that only programs need
-    assert sum(n_code_lines(FILES[file]) for file in test_copying.KIT) <= 1396
+    # since comparisons are batches of documents, and 64 that only programs need
+    assert sum(n_code_lines(FILES[file]) for file in test_copying.KIT) <= 1350
     assert {name for name in FILES if not folder(name)} == set(test_copying.KIT)
 
 
@@ -126,7 +126,7 @@ def test_few_statements_assign_two_things_and_few_comprehensions_are_nested():
 
 
 def test_scripts_and_common_keep_their_budgets_of_code_lines():
-    assert sum(n_code_lines(ROOT / f"{name}.py") for name in SCRIPTS) <= 1781  # ppo.py shows hazards apart
+    assert sum(n_code_lines(ROOT / f"{name}.py") for name in SCRIPTS) <= 1650
     # The goal is 5,300: files of one topic and statements of one assignment cost 370 lines; --attention and masks
     # that are made once 30, --shard-size 12, RewardBench 2's rule for ties 37, LoRA's frozen weights in bfloat16 and
     # --slots from free memory 45, gains apart for hazards and rehearsal at random 24, few shapes of decoding steps 7,

@@ -1,12 +1,43 @@
 """Split data into training and held-out sets that share no prompt; print an example of the training data."""
 
 import itertools
+import unicodedata
+import zlib
 
 import torch
 
 from common import dist
-from common.batches import Comparison, Document
+from common.batches import Comparison, Document, turns_key
 from common.data import mapping, mixtures
+
+
+def questions(item) -> dict[tuple, int]:
+    """Return the questions that a document, comparison or prompt teaches to answer (held_out_keys)."""
+    if not isinstance(item, Document):
+        return held_out_keys([item.prompt if isinstance(item, Comparison) else item.turns])
+    roles = [message["role"] for message in item.messages[:-1]]
+    # An answer before any user turn (a greeting) has no question
+    answers = [i for i, role in enumerate(roles) if role == "assistant" and "user" in roles[:i]]
+    return held_out_keys(item.messages[:i] for i in [*(answers if item.all_turns else ()), -1])
+
+
+def held_out_keys(prompts) -> dict[tuple, int]:
+    """Return {question: hash} for the prompts whose answers a row teaches.
+
+    These are the only keys by which rows of any kind are held out from training. A question is a prompt
+    without its system turns, which say how to answer and may differ between rows with the same question; only
+    a prompt of system turns alone keeps them. Questions that differ only in case, white space or Unicode form
+    count as equal, because files spell the same question differently, and holding out one row too many does
+    no harm. The hash, used to choose a random subset, is that of the prompt as written.
+
+    prompts: iterable of lists of turns (messages)."""
+    keys = {}
+    for turns in prompts:
+        question = [m for m in turns if m["role"] not in ("system", "developer")]
+        turns = question if any(m["content"].strip() for m in question) else turns
+        texts = (unicodedata.normalize("NFKC", m["content"]).casefold().split() for m in turns)
+        keys[tuple(map(" ".join, texts))] = zlib.crc32(turns_key(turns).encode())
+    return keys
 
 
 def hold_out(documents: list[Document], share: float = 0.05, most: int = 500):
@@ -17,7 +48,7 @@ def hold_out(documents: list[Document], share: float = 0.05, most: int = 500):
 
     share: the part of the questions that is held out.
     most: the largest number of questions that are held out."""
-    firsts = [next(iter(d.questions.items())) for d in documents]
+    firsts = [next(iter(questions(d).items())) for d in documents]
     hashes = {}
     for question, number in firsts:
         hashes[question] = min(number, hashes.get(question, number))
@@ -36,12 +67,12 @@ def without_prompts_of(documents: list[Document], held_out: list[Document], name
     printed. Raises InputError if no item is left."""
 
     def other(document):
-        if not held_out_questions.isdisjoint(document.questions):
+        if not held_out_questions.isdisjoint(questions(document)):
             flags = "(--eval-dataset, --hold-out-rehearsed)"
             raise ValueError(f"the prompt is in the held-out set {flags}, or an earlier answer's prompt is")
         return document
 
-    held_out_questions = {question for d in held_out for question in d.questions}
+    held_out_questions = {question for d in held_out for question in questions(d)}
     return mapping.map_rows(documents, other, name)
 
 

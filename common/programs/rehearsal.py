@@ -27,6 +27,7 @@ from common.responses import answers, documents
 from common.data import files, mixtures, prompt_sets, splits
 from common.loading import pretrained
 from common.scoring import scorers
+from common.run import machine
 from common.run.cli import check_flags
 from common.run.run import launch
 
@@ -175,7 +176,7 @@ class Args:
 
 def main(args: Args):
     device = dist.setup()
-    dist.print_machine()
+    machine.show()
     check_flags(args, ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"))
     output = Path(args.output)
     if output.exists() or not output.absolute().parent.is_dir():

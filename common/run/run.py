@@ -30,7 +30,7 @@ from common.data import chat, files, mixtures, progress, splits
 from common.data.files import write_json
 from common.loading import checks, lora
 from common.scoring import measures
-from common.run import checkpoints, identity, logs, plots
+from common.run import checkpoints, identity, logs, machine, plots
 from common.run.cli import check_flags, parse
 
 RESUMABLE = ("checkpoint/latest", "pool.jsonl", "rows.jsonl")  # a run that has one of these can be resumed
@@ -77,7 +77,7 @@ def launch(main, recipes):
         code = 1
         if dist.world_size() > 1 and PEER_LOST.search(str(error)):
             _say(f"error [rank {dist.rank()}]: another rank has ended or is stuck; {_what_is_saved()}")
-        elif DTYPES.search(str(error)) and dist.machine()["compute_dtype"] == "bfloat16":
+        elif DTYPES.search(str(error)) and machine.describe()["compute_dtype"] == "bfloat16":
             why = f"a layer of the model mixes bfloat16 with another dtype ({error})"
             _say(f"error: {why}. Use --compute-dtype float32.")
         elif dist.attention != "default" and re.search("attention|attn", str(error), re.I):  # as no backward
@@ -118,7 +118,7 @@ class Run:
         self.device = dist.setup()
         self.args = args
         self.stage = stage
-        dist.print_machine()
+        machine.show()
         self.plots = plots
         check_flags(args)
         mixtures.sources_of(args)
@@ -210,7 +210,7 @@ class Run:
         """Record the seconds since the last lap, or since the start of the round, as time/NAME_s of the next
         logged row; on an accelerator also the peak memory of tensors since then, as memory/NAME_gb."""
         self.laps[f"time/{name}_s"] = self.seconds() - sum(self.laps.values())
-        self.peaks.update(dist.peak_memory(self.device, name))
+        self.peaks.update(machine.peak_memory(self.device, name))
 
     def due(self, every: int) -> bool:
         """Return whether the current round is a multiple of `every`. The last round never counts, because the
@@ -220,7 +220,7 @@ class Run:
 
     def log(self, row: dict, step: int, iteration: int = 0, shown=()):
         """Write a row of metrics.jsonl. shown: keys of up to three metrics for the progress bar."""
-        self.peaks.update(dist.peak_memory(self.device, "rest" if self.laps else "step"))
+        self.peaks.update(machine.peak_memory(self.device, "rest" if self.laps else "step"))
         self.metrics.log(step, iteration, **row, **self.laps, **self.peaks)
         if shown:
             texts = {key.split("/")[-1]: f"{row[key]:.3g}" for key in shown if key in row}
@@ -385,7 +385,7 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     versions = {name: importlib.metadata.version(name) for name in packages}
     versions["torch"] = torch.__version__  # with its build, as in 2.13.0+cpu
     begun = {
-        "stage": stage, "args": dataclasses.asdict(args), **dist.machine(),
+        "stage": stage, "args": dataclasses.asdict(args), **machine.describe(),
         "began": chat.Clock.began.isoformat(), "git": _git_head(), "versions": versions,
         "python": sys.version.split()[0], "command": sys.argv,
         "began_with": identity.of_run(args, held_out) if dist.is_main() else {},

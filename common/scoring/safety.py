@@ -1,11 +1,10 @@
 """Llama 2's pair of reward models: the safety gate, and the logistic regression that calibrates it."""
 
-import functools
 import zlib
+from functools import partial
 
 import torch
 
-from common.errors import InputError
 from common.losses import safety_gated_score
 from common.scoring import scorers
 
@@ -38,17 +37,10 @@ class Gated:
 
 
 def load_gated(args, tokenizer, device) -> Gated:
-    """Load --scorer and --safety-scorer. tokenizer: the policy's.
-
-    Raises InputError if a scorer has other tokens or another chat template and --retokenize is not given."""
-    options = {"tokenizer": tokenizer, "device": device, "max_length": args.max_length}
-    load = functools.partial(scorers.load_scorer, **options)
+    """Load --scorer and --safety-scorer. tokenizer: the policy's."""
+    load = partial(scorers.load_scorer, tokenizer=tokenizer, device=device, max_length=args.max_length)
     scorer = load(args.scorer)
     safety = args.safety_scorer and load(args.safety_scorer, safety=True)
-    for loaded in filter(None, (scorer, safety)):
-        if not loaded.same_tokens and not args.retokenize:
-            why = f"{loaded.name} has different tokens or a different chat template than {args.model}"
-            raise InputError(f"{why}. With --retokenize it scores the text, encoded again.")
     return Gated(scorer, safety, args)
 
 

@@ -55,13 +55,12 @@ class RejectionSamplingEvaluation:
         k = self.args.n_samples
         sample = partial(responses.answers, policy, self.tokenizer, args=args)
         score = partial(scorers.score, self.scorer, batch_size=args.score_batch_size)
+        same = dist.seed_of(args.seed, "eval")  # in all evaluations of a run: less noise in gains
         seed = partial(dist.seed_of, args.seed, "study", version)
-        rounds = []
-        first = 1 if self.prompts else 0
         with dist.consolidated(policy):  # gathers the weights once for all sampling
-            pairs = sample(self.prompts, seed=seed(0)) if self.prompts else []
-            for i, t in enumerate(args.temperatures if self.swept else (), first):
-                rounds.append(sample(self.swept, n=k, temperature=t, top_p=args.top_p, seed=seed(i)))
+            pairs = sample(self.prompts, seed=same) if self.prompts else []
+            ways = enumerate(args.temperatures if self.swept else (), 1)
+            rounds = [sample(self.swept, n=k, temperature=t, top_p=args.top_p, seed=seed(i)) for i, t in ways]
         samples = describe_samples(pairs, args.eval_dataset or args.dataset, score=score(pairs))
         curves = []
         scored = [torch.tensor(score(answers)).view(-1, k) for answers in rounds]
