@@ -260,7 +260,7 @@ class Comparison(NamedTuple):
     category: str | None = None
     indices: tuple = (0, 1)  # positions of these responses in the row
     samples: tuple = ()  # further responses without labels, ids as in response_ids
-    # (K + samples, n), ratios to n other policies; advantage_model.py needs them, with n = 0 if there are none
+    # (K + samples, n), ratios to n other policies, for advantage_model.py (n = 0 if there are none)
     ratios: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None  # (K,), nats, log pi_0(y | x), for DPO
 

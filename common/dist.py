@@ -354,7 +354,7 @@ def backward(loss):
 
 
 class Sums:
-    """Sum the metrics of losses, scalar tensors by name, over the micro-batches of a step and then over ranks.
+    """Sum metrics of losses, scalar tensors by name, over the micro-batches of a step and then over ranks.
 
     A mean is then one division by the step's count. For names that end in _max the maximum is kept."""
 

@@ -270,9 +270,10 @@ def importance_weights(old_logprobs, sample_logprobs, action_mask, cap):
     (Truncated importance sampling; rho in IMPALA, Espeholt et al., arXiv:1802.01561, eq. 1.)
 
     The sampler's q differs from pi_old because sampling and training round bfloat16 differently, with top-p,
-    where rows of the embeddings belong to no token, or if another program samples. With these weights, and given a token's prefix, the loss over tokens from q
-    estimates the loss over tokens from pi_old; the cap limits its variance at the price of some bias. Two
-    things stay uncorrected: how often q reaches the prefix, and tokens outside of top-p, which q never draws.
+    where rows of the embeddings belong to no token, or if another program samples. With these weights, and
+    given a token's prefix, the loss over tokens from q estimates the loss over tokens from pi_old; the cap
+    limits its variance at the price of some bias. Two things stay uncorrected: how often q reaches the
+    prefix, and tokens outside of top-p, which q never draws.
 
     old_logprobs, sample_logprobs: (B, T-1), nats, log pi_old and log q.
     action_mask: (B, T-1) bool. cap: above 0.

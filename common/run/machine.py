@@ -23,10 +23,9 @@ def describe() -> dict:
     """Return device, dtype, attention and number of ranks, for a run's first line and args.json."""
     device = dist.here
     dtype = str(dist.compute_dtype_of(device)).removeprefix("torch.")
-    return {
-        "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device),
-        "compute_dtype": dtype, "attention": dist.attention, "world_size": dist.world_size(),
-    }  # fmt: skip
+    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    ranks = dist.world_size()
+    return {"device": name, "compute_dtype": dtype, "attention": dist.attention, "world_size": ranks}
 
 
 def peak_memory(device, name: str) -> dict[str, float]:
