@@ -38,7 +38,7 @@ class Response(NamedTuple):
     text: str
     finished: bool  # True: ended by an end-of-sequence token; False: cut at max_new_tokens
     clean: bool = True  # False if there is a special token before the end, which `text` does not show
-    logprobs: tuple[float, ...] = ()  # of each id, nats, in the sampler's distribution (for PPO); () if unknown
+    logprobs: tuple[float, ...] = ()  # of each id, nats, by the sampler, for PPO; () if unknown
     written: str = ""  # text with special tokens shown, for reward functions; "" without special tokens
 
     @property
