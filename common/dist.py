@@ -354,7 +354,7 @@ def backward(loss):
 
 
 class Sums:
-    """Sum metrics of losses, scalar tensors by name, over the micro-batches of a step and then over ranks.
+    """Sum metrics of losses, scalars by name, over the micro-batches of a step and then over ranks.
 
     A mean is then one division by the step's count. For names that end in _max the maximum is kept."""
 
@@ -364,7 +364,7 @@ class Sums:
     def add(self, metrics: dict, prefix: str = ""):
         """Add the metrics of one micro-batch, without waiting for the device."""
         for name, value in metrics.items():
-            self.values.setdefault(prefix + name, []).append(value.detach())
+            self.values.setdefault(prefix + name, []).append(torch.as_tensor(value, device=here).detach())
 
     def over_ranks(self) -> dict[str, float]:
         """Return {name: total}, the same on every rank. Every rank must call it, even without micro-batch."""
