@@ -108,6 +108,7 @@ def ladder(results, gain, folder) -> list[str]:
         bars = [[x.mean - x.low], [x.high - x.mean]]
         right.errorbar(kl, x.mean, yerr=bars, fmt="o", color=color, markersize=5, elinewidth=0.8, ecolor="lightgray")
         short = arm.replace("offline, SFT's responses", "offline own").replace("SFT's responses", "own")
+        short = short.replace("offline, given pairs, annotators", "given pairs")
         labels.append((kl, x.mean, short.replace("annotators, in three parts", "in parts"), color))
     right.set(title="true reward over SFT, no hazard", xlabel="KL to SFT (nats)", xscale="log", xlim=(0.05, 50))
     right.xaxis.set_major_formatter("{x:g}")

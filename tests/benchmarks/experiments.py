@@ -523,6 +523,7 @@ GROUPS = {
         }
         | in_three_parts("of_2")
         | in_three_parts("of_8"),
+        seeds=10,
     ),  # fmt: skip
     "cpl": Group(  # dpo_iterative.py with docs/learn/cpl.patch
         {
