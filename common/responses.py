@@ -62,7 +62,7 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
     vocab_size = 1 + max(tokenizer.get_vocab().values())  # not len(tokenizer): ids may have gaps
     options.update(stop_ids=stop, pad_id=tokenizer.pad_token_id, vocab_size=vocab_size)
     try:
-        rollout = sample(model, prompts, n=n, **options)
+        samples = sample(model, prompts, n=n, **options)
     except ValueError as error:  # for example a model with a cache of its own kind
         raise InputError(f"{error}: this model cannot be sampled") from None
     except FloatingPointError as error:
@@ -70,7 +70,7 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
     responses = []
     added = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
     special = {*tokenizer.all_special_ids, *added}
-    drawn = (rollout.response_tokens, rollout.sample_logprobs, rollout.sample_mask.sum(1), rollout.finished)
+    drawn = (samples.response_tokens, samples.sample_logprobs, samples.sample_mask.sum(1), samples.finished)
     for tokens, logprobs, length, ended in zip(*(column.tolist() for column in drawn)):
         ids = tokens[:length]
         body = ids[: length - ended]  # without the end token, which some tokenizers do not mark as special

@@ -50,7 +50,7 @@ GRAPH_AFTER = 8  # steps of one shape on a CUDA GPU after which it is captured a
 WORKS_AHEAD = ("cuda", "xpu")  # devices that compute while Python continues; reading a result waits for them
 
 
-class Rollout(NamedTuple):
+class Samples(NamedTuple):
     """B = len(prompts) * n responses in prompt-major order: row i answers prompt i // n."""
 
     prompt_index: torch.Tensor  # (B,) int64
@@ -65,7 +65,7 @@ def sample(
     model, prompts, *, n=1, max_new_tokens, stop_ids, pad_id,
     temperature=1.0, top_p=1.0, top_k=0, vocab_size=0, slots=64, seed=None, progress=False,
 ):  # fmt: skip
-    """Draw n responses to each prompt and return them as a Rollout on the model's device.
+    """Draw n responses to each prompt and return them as Samples on the model's device.
 
     The model's generation_config is ignored: all settings are arguments.
 
@@ -197,7 +197,7 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
     tokens = tokens.new_full(mask.shape, pad_id).masked_scatter(mask, tokens)
     logprobs = logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs)
     finished = to_device([row in finished for row in range(n_rows)], device)
-    return Rollout(torch.arange(n_rows, device=device) // n, tokens, mask, logprobs, finished)
+    return Samples(torch.arange(n_rows, device=device) // n, tokens, mask, logprobs, finished)
 
 
 def to_device(x, device):
@@ -274,23 +274,23 @@ def token_ids(prompts) -> list[list[int]]:
     return rows
 
 
-def join(prompts, rollout, pad_id=0):
+def join(prompts, samples, pad_id=0):
     """Join each of B responses to its prompt, as inputs of a forward and the losses.
 
     Returns (input_ids, attention_mask, action_mask):
     input_ids: (B, T) int64, right-padded with pad_id. attention_mask: (B, T) int64, 0 for padding.
     action_mask: (B, T-1) bool, True at t if token t+1 is a response token; the stop id is one.
-    To lay out per-token values (B, R) of the rollout, such as sample_logprobs, like action_mask:
-    values.new_zeros(action_mask.shape).masked_scatter(action_mask, values[rollout.sample_mask])."""
-    index = rollout.prompt_index
+    To lay out per-token values (B, R) of the samples, such as sample_logprobs, like action_mask:
+    values.new_zeros(action_mask.shape).masked_scatter(action_mask, values[samples.sample_mask])."""
+    index = samples.prompt_index
     prompts = token_ids(prompts)
     starts = index.new_tensor([len(prompt) for prompt in prompts])[index, None]  # (B, 1), start of responses
-    ends = starts + rollout.sample_mask.sum(1, keepdim=True)
+    ends = starts + samples.sample_mask.sum(1, keepdim=True)
     place = torch.arange(int(ends.max()), device=index.device)
     response_mask = (place >= starts) & (place < ends)
     input_ids = index.new_full(response_mask.shape, pad_id)
     input_ids[place < starts] = index.new_tensor([token for i in index for token in prompts[i]])
-    input_ids[response_mask] = rollout.response_tokens[rollout.sample_mask]
+    input_ids[response_mask] = samples.response_tokens[samples.sample_mask]
     return input_ids, (place < ends).long(), response_mask[:, 1:]
 
 
@@ -599,8 +599,8 @@ def _check_model(model, prompts, max_new_tokens):
     size = min(16 + max([window for window in windows if window <= SMALL_WINDOW], default=0), room)
     row_of = lambda length: [(7 * i + length) % config.vocab_size for i in range(length)]
     rows = list(map(row_of, (size - 4, size - 6, size // 2)))
-    rollout = _sample(model, rows, 1, 4, [], 0, (1.0, 1.0, 0, 0), slots=3, seed=0, progress=False)
-    for row, tokens, logprobs in zip(rows, rollout.response_tokens, rollout.sample_logprobs):
+    samples = _sample(model, rows, 1, 4, [], 0, (1.0, 1.0, 0, 0), slots=3, seed=0, progress=False)
+    for row, tokens, logprobs in zip(rows, samples.response_tokens, samples.sample_logprobs):
         ids = torch.cat([torch.tensor(row, device=tokens.device), tokens])[None]
         logits = model(input_ids=ids, use_cache=False).logits[0, len(row) - 1 : -1]
         want = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
@@ -667,12 +667,12 @@ def main(args: Args):
         if tokenizer.chat_template:
             prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True)
         room = n_positions(model.config) - len(prompt["input_ids"])
-        rollout = sample(
+        samples = sample(
             model, prompt, n=args.n, max_new_tokens=max(1, min(args.max_new_tokens, room)), stop_ids=stop_ids,
             pad_id=0, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed,
             vocab_size=1 + max(tokenizer.get_vocab().values()),  # later rows of the embeddings are no tokens
         )  # fmt: skip
-        for tokens, mask in zip(rollout.response_tokens, rollout.sample_mask):
+        for tokens, mask in zip(samples.response_tokens, samples.sample_mask):
             answer = tokenizer.decode(tokens[mask], skip_special_tokens=True)
             dialogue = [*turns, {"role": "assistant", "content": answer}]
             print(answer, flush=True)

@@ -13,7 +13,7 @@ from transformers import AddedToken, AutoModelForCausalLM, MistralConfig, Qwen2C
 from common import dist, responses
 from common.batches import Row, split
 from common.errors import Diverged, InputError
-from common.sampler import Rollout
+from common.sampler import Samples
 from common.data import files, prompt_sets, tiny
 from common.loading import pretrained
 from common.scoring import functions
@@ -280,7 +280,7 @@ def test_reward_functions_see_the_special_tokens_that_were_written(end, policy, 
     tokenizer.add_special_tokens({"extra_special_tokens": ["<think>", "</think>"]})
     words = f"<think> two <|pad|> </think> ant{' <|end|>' if end else ' </think>'}"
     ids = torch.tensor([tokenizer.convert_tokens_to_ids(words.split())])
-    drawn = Rollout(torch.zeros(1), ids, ids >= 0, torch.zeros(ids.shape), torch.tensor([end]))
+    drawn = Samples(torch.zeros(1), ids, ids >= 0, torch.zeros(ids.shape), torch.tensor([end]))
     monkeypatch.setattr(responses, "sample", lambda *_, **__: drawn)
     (response,) = responses.my_responses(policy, tokenizer, [[1]])
     prompt, seen = responses.Prompt([1], [user("q")], Row("f:1", {})), []
@@ -371,7 +371,7 @@ def test_a_response_with_a_special_token_before_its_end_is_not_clean(named, firs
         monkeypatch.setattr(type(TOKENIZER), "all_special_ids", [end])
     tokens = torch.tensor([[user, ant, end] if first else [ant, user, end], [ant, ant, end]])
     everything = torch.ones(2, 3, dtype=torch.bool)
-    fake = Rollout(torch.tensor([0, 0]), tokens, everything, torch.zeros(2, 3), torch.tensor([True, True]))
+    fake = Samples(torch.tensor([0, 0]), tokens, everything, torch.zeros(2, 3), torch.tensor([True, True]))
     monkeypatch.setattr(responses, "sample", lambda *args, **options: fake)
     strange, clean = responses.my_responses(None, TOKENIZER, [[1]], n=2, max_new_tokens=3)
     assert (strange.text, strange.finished, strange.clean, clean.clean) == ("ant", True, False, True)
@@ -381,7 +381,7 @@ def test_a_drawn_padding_token_is_shown_to_reward_functions(monkeypatch):
     """Left out, it would join two words that the policy wrote apart, and the function would reward that."""
     ids = TOKENIZER.convert_tokens_to_ids("ant <|pad|> owl <|end|>".split())
     every = torch.ones(1, 4, dtype=torch.bool)
-    fake = Rollout(torch.tensor([0]), torch.tensor([ids]), every, torch.zeros(1, 4), torch.tensor([True]))
+    fake = Samples(torch.tensor([0]), torch.tensor([ids]), every, torch.zeros(1, 4), torch.tensor([True]))
     monkeypatch.setattr(responses, "sample", lambda *args, **options: fake)
     [response] = responses.my_responses(None, TOKENIZER, [[1]], max_new_tokens=4)
     assert (response.written, response.clean, response.usable) == ("ant <|pad|> owl", False, False)
@@ -401,7 +401,7 @@ def test_an_end_token_that_is_not_marked_special_is_not_in_the_text(ends_turns, 
     assert (read.eos_token_id == stop) is ends_turns
     ids = torch.tensor([[read.convert_tokens_to_ids("ant"), stop], [stop, read.pad_token_id]])
     mask = torch.tensor([[True, True], [True, False]])
-    fake = Rollout(torch.tensor([0, 0]), ids, mask, torch.zeros(2, 2), torch.tensor([True, True]))
+    fake = Samples(torch.tensor([0, 0]), ids, mask, torch.zeros(2, 2), torch.tensor([True, True]))
     monkeypatch.setattr(responses, "sample", lambda *args, **options: fake)
     full, empty = responses.my_responses(None, read, [[1]], n=2, max_new_tokens=2)
     assert (full.text, full.usable) == ("ant", True) and (empty.text, empty.usable) == ("", False)

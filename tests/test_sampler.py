@@ -22,7 +22,7 @@ from transformers import (
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from common import sampler
-from common.sampler import Rollout, choose, join, sample
+from common.sampler import Samples, choose, join, sample
 from common.data import tiny
 from common.loading import pretrained
 
@@ -626,7 +626,7 @@ def test_join_gives_the_inputs_of_the_losses():
     """Response tokens may equal pad_id; the mask at t says whether token t+1 is a response token."""
     responses = torch.tensor([[7, 0, 9], [8, 0, 0], [0, 6, 0]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]]).bool()
-    rollout = Rollout(torch.tensor([0, 0, 1]), responses, mask, responses.float(), mask[:, 0])
+    rollout = Samples(torch.tensor([0, 0, 1]), responses, mask, responses.float(), mask[:, 0])
     input_ids, attention_mask, action_mask = join([[3, 4], [5]], rollout, pad_id=0)
     assert input_ids.tolist() == [[3, 4, 7, 0, 9], [3, 4, 8, 0, 0], [5, 0, 6, 0, 0]]
     assert attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]
