@@ -318,7 +318,7 @@ RECIPES = {
             dataset="Anthropic/hh-rlhf", bound=2.5,  # section 3.1
             # section 4.2
             epochs=1.0, lr=5e-6, lr_schedule="cosine_with_min_lr", warmup_ratio=0.1, batch_size=180,
-            # Not given
+            # Not given, or ours
             weight_decay=0.0, micro_batch_size=4, max_length=2048, max_new_tokens=512, slots=None,
             gradient_checkpointing=True,
         ),

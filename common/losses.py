@@ -112,8 +112,7 @@ def ranking_loss(scores, ranks, margin=None):
     Returns (loss, metrics) of these pairs, as bradley_terry_loss does.
     Raises ValueError if no two ranks are at least 1 apart."""
     _same_shape(scores=scores, ranks=ranks)
-    if margin is not None:
-        _same_shape(margin=margin, pairs=ranks[:, None] - ranks)
+    _same_shape(margin=margin, pairs=ranks[:, None] - ranks)
     better, worse = torch.nonzero(ranks[:, None] + 1 <= ranks[None, :], as_tuple=True)
     if len(better) == 0:
         raise ValueError("ranking_loss: no response is better than another, there is nothing to learn from")
@@ -155,8 +154,7 @@ def advantage_model_loss(chosen_advantages, rejected_advantages, bound=2.5, n_ro
     bound: a number or (n,), reward units.
     Returns (loss, {"loss_sum": nats, "rank_loss_sum": nats, the first term, "n_correct": pairs ranked as
       labelled, a tie counts 1/2, "n_rows": n})."""
-    bounds = {"bound": bound} if torch.is_tensor(bound) else {}
-    _same_shape(chosen=chosen_advantages, rejected=rejected_advantages, **bounds)
+    _same_shape(chosen=chosen_advantages, rejected=rejected_advantages, bound=bound)
     difference = chosen_advantages - rejected_advantages
     rank_sum = -logsigmoid(difference).sum()
     bound_sum = -(logsigmoid(bound - chosen_advantages) + logsigmoid(bound + rejected_advantages)).sum()
@@ -428,6 +426,7 @@ def _mean_over_rows(name, loss_sum, n_rows, signs):
 
 
 def _same_shape(**tensors):
-    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+    """Raise ValueError if shapes differ. Arguments without a shape (a number, None) are not compared."""
+    shapes = {name: tuple(x.shape) for name, x in tensors.items() if hasattr(x, "shape")}
     if len(set(shapes.values())) > 1:
         raise ValueError(f"shapes differ: {', '.join(f'{name} {shape}' for name, shape in shapes.items())}")

@@ -660,6 +660,7 @@ def main(args: Args):
     if scorer and scorer[0].config.num_labels > 1:
         sys.exit(f"{args.scorer} has {scorer[0].config.num_labels} outputs: give --scorer a reward model")
     stop_ids = {tokenizer.eos_token_id, *np.ravel(model.generation_config.eos_token_id)} - {None}
+    vocab_size = 1 + max(tokenizer.get_vocab().values())  # later rows of the embeddings are no tokens
     dialogue = [{"role": "system", "content": args.system}] if args.system else []
     for text in filter(None, map(str.strip, sys.stdin)) if args.prompt is None else [args.prompt]:
         turns = [*dialogue, {"role": "user", "content": text}]
@@ -670,7 +671,7 @@ def main(args: Args):
         samples = sample(
             model, prompt, n=args.n, max_new_tokens=max(1, min(args.max_new_tokens, room)), stop_ids=stop_ids,
             pad_id=0, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed,
-            vocab_size=1 + max(tokenizer.get_vocab().values()),  # later rows of the embeddings are no tokens
+            vocab_size=vocab_size,
         )  # fmt: skip
         for tokens, mask in zip(samples.response_tokens, samples.sample_mask):
             answer = tokenizer.decode(tokens[mask], skip_special_tokens=True)

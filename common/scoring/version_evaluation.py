@@ -55,10 +55,10 @@ class RejectionSamplingEvaluation:
         k = self.args.n_samples
         sample = partial(responses.answers, policy, self.tokenizer, args=args)
         score = partial(scorers.score, self.scorer, batch_size=args.score_batch_size)
-        same = dist.seed_of(args.seed, "eval")  # in all evaluations of a run: less noise in gains
         seed = partial(dist.seed_of, args.seed, "study", version)
         with dist.consolidated(policy):  # gathers the weights once for all sampling
-            pairs = sample(self.prompts, seed=same) if self.prompts else []
+            # The same seed in all evaluations of a run: less noise in gains
+            pairs = sample(self.prompts, seed=dist.seed_of(args.seed, "eval")) if self.prompts else []
             ways = enumerate(args.temperatures if self.swept else (), 1)
             rounds = [sample(self.swept, n=k, temperature=t, top_p=args.top_p, seed=seed(i)) for i, t in ways]
         samples = describe_samples(pairs, args.eval_dataset or args.dataset, score=score(pairs))
