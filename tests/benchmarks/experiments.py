@@ -608,9 +608,10 @@ GROUPS = {
         ),
     ),
     "ptx": Group(
-        {f"`--ptx-coef {c}`": f"{PPO} --ptx-dataset tiny:kind=text --ptx-coef {c}" for c in PTX}
+        {f"`--ptx-coef {c}`": f"{PPO} --ptx-dataset tiny:kind=text --ptx-coef {c}" for c in (*PTX, "3")}
         | {"`--ptx-coef 0.1`": "=ppo/ptx_dataset_tiny_kind_text_ptx_coef_0_1"},
-        claims=tuple(
+        claims=(Claim("`--ptx-coef 3`", "`--ptx-coef 0`", says="less"),)
+        + tuple(
             claim
             for c in PTX[1:]
             for claim in (
