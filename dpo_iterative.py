@@ -78,7 +78,7 @@ class Args:
     iterations: int = 3
     """Rounds of sampling and training; 0: train only on --offline-data."""
     prompts_per_iteration: int | None = 500
-    """Prompts per round, not used in earlier rounds. None: an equal share of all prompts."""
+    """Prompts per round; those used in the fewest rounds come first. None: an equal share of all prompts."""
     n_samples: int = 8
     """K, the responses per prompt, divided equally among samplers and temperatures."""
     temperatures: tuple[float, ...] = (1.0, 0.7)
@@ -331,10 +331,10 @@ def load_data(args, tokenizer, samples):
     return prompts, held_out, offline, held_out_pairs
 
 
-def plan_of(offline, first_prompts, prompts, args) -> str:
+def plan_of(offline, n_prompts, prompts, args) -> str:
     """Describe how many prompts, responses and steps the run will take, for its first lines."""
     plan = f"{len(offline):,} offline pairs; " if offline else ""
-    plan += f"{args.iterations} iterations of {len(first_prompts):,} of {len(prompts):,} prompts, "
+    plan += f"{args.iterations} iterations of {n_prompts:,} of {len(prompts):,} prompts, "
     plan += f"{args.n_samples} responses and at most one pair each; "
     return plan + f"{args.epochs:g} epochs on an iteration's pairs"
 
@@ -381,7 +381,9 @@ def main(args: Args):
         pretrained.check_policy(args.enhancer, tokenizer, args, samples)
     prompts, held_out, offline, held_out_pairs = load_data(args, tokenizer, samples)
     pool_rows = rows_of(run)  # not empty if the run is resumed
-    prompts_of = prompt_sets.deal_prompts(prompts, args, pool_rows)  # {iteration: its prompts}
+    equal_share = max(1, len(prompts) // max(1, args.iterations))
+    n_prompts = min(args.prompts_per_iteration or equal_share, len(prompts))
+    in_order = [prompts[i] for i in dist.shuffled(len(prompts), args.seed, "prompts", 0)]
 
     # models, sharded over ranks: the oracle stays in memory, policies and reference are loaded when needed
     scorer = None
@@ -394,7 +396,7 @@ def main(args: Args):
     evaluate = DPOEvaluation(held_out, held_out_pairs, pair_metrics, scorer, tokenizer, args)
     versions.evaluate = evaluate
 
-    plan = plan_of(offline, prompts_of.get(1, []), prompts, args)
+    plan = plan_of(offline, n_prompts, prompts, args)
     run.begin(plan=plan, held_out=evaluate.fingerprint)  # only now replace an old run
     versions.begin()
     pool = Pool(run, pool_rows)
@@ -408,7 +410,7 @@ def main(args: Args):
         pairs = offline if iteration == 1 else []
         if args.iterations:
             # 1. sample responses to new prompts from the newest policy, into the pool
-            fresh = prompts_of[iteration]
+            fresh = prompt_sets.least_used(prompts, n_prompts, pool.uses_before(iteration), args.seed)
             pool.sample(samplers(versions, iteration, args), fresh, iteration, versions)
             run.lap("sample")
 
@@ -417,7 +419,7 @@ def main(args: Args):
             run.lap("score")
 
             # 3. pair the best response to each prompt with the worst
-            new_pairs, dropped = new_pairs_of(pool, fresh, iteration, args)
+            new_pairs, dropped = new_pairs_of(pool, in_order, iteration, args)
             pairs = pairs + new_pairs
             row = {**pool.parts, **pairing_metrics(pool.rows, new_pairs, dropped, iteration)}
             if not pairs:  # nothing to learn: the next version equals this one
@@ -432,7 +434,7 @@ def main(args: Args):
         pairs_by[iteration] = pairs
         for i in iterations:
             if i not in pairs_by:  # made before the run was resumed: make them again
-                again, _ = new_pairs_of(pool, prompts_of[i], i, args)
+                again, _ = new_pairs_of(pool, in_order, i, args)
                 pairs_by[i] = offline + again if i == 1 else again
             if (i, pi_0) not in with_pi_0:
                 ref_logprobs = versions.ask(pi_0, pair_logprobs, pairs_by[i], args)

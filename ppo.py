@@ -421,7 +421,7 @@ def run_iteration(
         why = f"iteration {iteration}: no response ended within {args.max_new_tokens} tokens: raise "
         why += "--max-new-tokens, or let sft.py teach the model to end first, or set --missing-eos-penalty 0"
         raise NothingToLearn(why)
-    lap("rollout")
+    lap("sample")
 
     # 2. score: one number per response, normalised; responses that did not end get a penalty
     rollout.scores = score(sampled)

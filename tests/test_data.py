@@ -171,6 +171,18 @@ def test_the_first_item_is_shown_as_it_is_trained_on(tokenizer, tmp_path, capsys
         assert tuple(line.split("tokens): ")[1] for line in shown) == lines
 
 
+def test_comparisons_without_scores_are_kept_by_a_score_gap_and_counted(tokenizer, tmp_path, capsys):
+    pair = {"chosen": "ant", "rejected": "owl"}
+    rows = [{**pair, "prompt": f"copy {x}"} for x in ("cat", "dog")]
+    scores = (("a", 1), ("b", 3), ("c", 3))
+    scored = [{**pair, "prompt": f"first {x}", "chosen_score": score, "rejected_score": 0} for x, score in scores]
+    args = SimpleNamespace(dataset=write(tmp_path / "gap.jsonl", [*rows, *scored]), eval_dataset="tiny", max_length=120,
+        min_score_gap=2.0, max_pairs_per_prompt=None, balance_categories=False)  # fmt: skip
+    progress.note.cache_clear()
+    assert len(comparisons.load_split(args, tokenizer)[0]) == 4
+    assert "--min-score-gap: 2 of 4 comparisons have no scores and are kept" in capsys.readouterr().out
+
+
 IMAGE = {**user(""), "content": [{"type": "text", "text": "a"}, {"type": "image", "url": "x"}]}
 
 
@@ -459,15 +471,6 @@ def test_all_forms_of_a_summary_give_the_same_prompt_and_the_same_demonstration(
         (c,) = comparisons.load(spec, "train", byte_tokenizer(), 500)
         assert (c.prompt, c.texts) == ([user(POST_AS_PROMPT)], [" b", " c"])
         assert c.key == document.key  # so a post is held out of all of them or of none
-
-
-def test_a_comparisons_reference_is_read_and_written_to_its_samples(tmp_path, capsys):
-    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    spec = write(tmp_path / "r.jsonl", [{**pair, "reference": "d e"}, {**pair, "prompt": "f", "reference": None}])
-    progress.note.cache_clear()
-    loaded = comparisons.load(spec, "train", byte_tokenizer(), 500)
-    assert "not read" not in capsys.readouterr().out
-    assert [comparisons.describe(c).get("reference", "") for c in loaded] == ["d e", ""]
 
 
 # -- files and mixtures --------------------------------------------------------------------

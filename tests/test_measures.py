@@ -13,7 +13,7 @@ import torch
 
 from common.batches import Comparison, Row, labelled_pairs
 from common.data import files
-from common.scoring import measures, texts
+from common.scoring import measures
 from common.run import logs
 
 LOG3 = math.log(3)  # sigmoid 3/4
@@ -376,83 +376,13 @@ def test_known_metrics_by_hand():
     assert figures["baseline/length_accuracy"] == pytest.approx(0.5 / 3)
     assert figures["eval/bayes_accuracy"] == pytest.approx(2.5 / 3)
     assert figures["gold/correlation"] == pytest.approx(1.0)
-    baselines = {"baseline/length_accuracy": 0.5, "baseline/copying_accuracy": 0.5}
+    baselines = {"baseline/length_accuracy": 0.5}
     assert measures.known_metrics([row(1.0, 2.0)]) == baselines
     unscored = row(0, 0, gold=[1.0, 0.0], utility=[0.0, 1.0])
     for response in unscored["responses"]:
         del response["score"]
     unscored["differences"] = [1.0]
     assert measures.known_metrics([unscored]) == {**baselines, "eval/bayes_accuracy": 0.0}
-
-
-# -- texts ---------------------------------------------------------------------------------------
-PROMPT = "The old cat sat on the mat, and the dog sat on it."
-
-
-@pytest.mark.parametrize(
-    "response, share",
-    [
-        ("The cat sat on the mat.", 3 / 4),  # cat sat on, sat on the, on the mat; not: the cat sat
-        ("sat on the mat", 1.0),
-        ("THE MAT; AND THE!", 1.0),  # neither case nor punctuation counts
-        ("the dog and the cat", 0.0),  # words alone, and pairs of words, are no copy
-        ("on the mat on the mat", 2 / 4),  # each 3-gram counts as often as it stands there
-        ("on mat", 0.0),  # none to copy
-        ("the, cat on sat", 0.0),
-    ],
-)
-def test_copying_is_the_share_of_3_grams_found_in_the_prompt(response, share):
-    assert texts.copied(response, PROMPT) == pytest.approx(share)
-
-
-@pytest.mark.parametrize(
-    "text, reference, f1",
-    [
-        # the longest common subsequence is police the gunman: 3 of 4 words, twice (Lin 2004, section 3.1, has
-        # this sentence); its substring would be 2 long
-        ("police kill the gunman", "police killed the gunman", 3 / 4),
-        ("the gunman kill police", "police killed the gunman", 2 / 4),  # all the same words but one, in another order
-        ("a b c d e", "b x d", 2 * (2 / 5) * (2 / 3) / (2 / 5 + 2 / 3)),  # neither recall, 2/3, nor precision, 2/5
-        ("b a b", "A B; a.", 2 / 3),  # b a, or a b
-        ("a", "b", 0.0),
-        ("...", "!", 0.0),
-        ("same Words", "Same words.", 1.0),
-    ],
-)
-def test_rouge_l_by_hand(text, reference, f1):
-    assert texts.rouge_l(text, reference) == pytest.approx(f1)
-    assert texts.rouge_l(reference, text) == pytest.approx(f1)
-
-
-def test_rouge_l_takes_the_longest_of_all_common_subsequences():
-    rng = random.Random(0)
-    for _ in range(100):
-        a, b = (rng.choices("xyz", k=rng.randrange(1, 7)) for _ in range(2))
-        subsequences = [
-            {picked for n in range(len(x) + 1) for picked in itertools.combinations(x, n)} for x in (a, b)
-        ]
-        longest = max(map(len, set.intersection(*subsequences)))
-        assert texts.rouge_l(" ".join(a), " ".join(b)) == pytest.approx(2 * longest / (len(a) + len(b)))
-
-
-def test_copying_and_rouge_l_as_scores_by_hand():
-    """Copying prefers the better response in two rows and ties in the third. ROUGE-L counts only in the
-    second row, where it prefers the worse one, with 3/4 to 1/2: in the first row the better one is the reference,
-    and the third row has no reference."""
-
-    def of_texts(*responses, reference):
-        made = row(0.0, 0.0, prompt=[{"role": "user", "content": PROMPT}], text=responses)
-        return {**made, "reference": reference}
-
-    rows = [
-        of_texts("the cat sat on the mat", "a cat was there", reference="The cat sat on the mat!"),
-        of_texts("and the dog sat", "a dog was there", reference="a dog sat there"),
-        of_texts("a cat", "a dog", reference=None),  # copying ties
-    ]
-    figures = measures.known_metrics(rows)
-    assert figures["baseline/copying_accuracy"] == pytest.approx((1 + 1 + 0.5) / 3)
-    assert figures["baseline/rouge_l_accuracy"] == 0.0
-    assert "baseline/rouge_l_accuracy" not in measures.known_metrics(rows[::2])
 
 
 def test_correlation_equals_numpy_and_is_nan_of_a_constant():

@@ -854,7 +854,7 @@ TRAINING = """loss/policy loss/value policy/ratio_mean policy/ratio_max policy/c
     policy/first_ratio_max policy/first_approx_kl policy/sampler_kl policy/sampler_ratio_max value/clipped
     value/explained_variance optim/policy_grad_norm optim/value_grad_norm loss/ptx loss/rehearsal
     ptx/tokens_ratio reward/score reward/normalised reward/deviation reward/gated
-    kl/per_response rollout/finished rollout/length time/rollout_s time/score_s time/estimate_s time/update_s
+    kl/per_response rollout/finished rollout/length time/sample_s time/score_s time/estimate_s time/update_s
     perf/tokens_per_s step iteration time_s"""
 OF_THE_POLICY = """loss/policy loss/ptx loss/rehearsal ptx/tokens_ratio optim/policy_grad_norm policy/first_approx_kl
     policy/first_ratio_max policy/ratio_mean policy/ratio_max policy/clipped policy/approx_kl"""

@@ -3,11 +3,10 @@
 import collections
 import dataclasses
 import importlib
-from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CPU, SYSTEM, TALK, TOKENIZER, bot, prompt, row, user, write_rows
+from helpers import CPU, SYSTEM, TALK, TOKENIZER, bot, prompt, user, write_rows
 from transformers import AddedToken, AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from common import dist, responses
@@ -158,58 +157,6 @@ def test_the_tiny_worlds_prompts_are_all_usable_and_never_in_both_splits():
 
 # -- an iteration's prompts -----------------------------------------------------------------------
 MANY = [prompt(f"copy {word}", i) for i, word in enumerate(tiny.WORDS[-12:])]
-
-
-def deal(rows=(), prompts=MANY, **options):
-    args = {"iterations": 3, "prompts_per_iteration": None, "seed": 0, "dataset": "p.jsonl", **options}
-    dealt = prompt_sets.deal_prompts(prompts, SimpleNamespace(**args), rows)
-    return {i: [p.question for p in of_one] for i, of_one in dealt.items()}
-
-
-def pool_of(dealt, whole, cut=None, n=0):
-    """Rows of a pool: whole iterations, and the first n prompts of one that a crash interrupted."""
-    by_question = {p.question: p for p in MANY}
-    rows = [row(by_question[x], "ant", iteration=i) for i in whole for x in dealt[i]]
-    return rows + [row(by_question[x], "ant", iteration=cut, scorer=None) for x in dealt.get(cut, [])[:n]]
-
-
-def test_a_run_resumed_with_the_same_flags_deals_the_same_prompts():
-    dealt = deal()
-    assert {i: len(of_one) for i, of_one in dealt.items()} == {1: 4, 2: 4, 3: 4}
-    assert len(set(sum(dealt.values(), []))) == 12
-    for whole, cut, n in (([], 1, 3), ([1], None, 0), ([1], 2, 2), ([1, 2], 3, 4), ([1, 2, 3], None, 0)):
-        assert deal(pool_of(dealt, whole, cut, n)) == dealt
-    assert deal(pool_of(deal(prompts=MANY[:11]), [1]), MANY[:11]) == deal(prompts=MANY[:11])  # 3, 3, 3 of 11
-
-
-@pytest.mark.parametrize(
-    "options, sizes",
-    [({"iterations": 6}, [4, 3, 1, 1, 1, 2]), ({"iterations": 2}, [4, 6]), ({"seed": 1}, [4, 4, 4]),
-     ({"prompts_per_iteration": 2}, [4, 3, 2])],
-)  # fmt: skip
-def test_a_run_resumed_with_other_flags_keeps_the_pools_prompts_and_repeats_no_prompt(options, sizes):
-    dealt = deal()
-    again = deal(pool_of(dealt, [1], 2, 3), **options)
-    assert again[1] == dealt[1] and again[2][:3] == dealt[2][:3]
-    assert len(again) == options.get("iterations", 3)
-    assert len(set(sum(again.values(), []))) == sum(map(len, again.values()))
-    assert [len(of_one) for of_one in again.values()] == sizes
-
-
-def test_prompts_removed_from_the_data_are_removed_only_from_their_iteration():
-    dealt = deal()
-    left = [p for p in MANY if p.question != dealt[1][0]]
-    again = deal(pool_of(dealt, [1]), left)
-    assert again[1] == dealt[1][1:] and len(set(sum(again.values(), []))) == 3 + 3 + 3
-
-
-def test_too_few_prompts_for_the_remaining_iterations_are_an_error():
-    with pytest.raises(InputError, match="p.jsonl: .* prompts are too few .* from iteration 3 on. Lower"):
-        deal(prompts_per_iteration=5)
-    with pytest.raises(InputError, match="prompts are too few .* from iteration 3 on. Lower"):
-        deal(pool_of(deal(), [1]), prompts_per_iteration=5)
-    with pytest.raises(InputError, match="prompts are too few .* from iteration 2 on. Lower"):
-        deal(pool_of(deal(iterations=1), [], 1, 12), iterations=5)  # all have been taken by the first
 
 
 @pytest.mark.parametrize("seeds", [(0, 0, 0, 0, 0), (0, 1, 2, 3, 4)])

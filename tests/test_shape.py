@@ -133,4 +133,4 @@ def test_scripts_and_common_keep_their_budgets_of_code_lines():
     # the sampler's distribution against the trained one in DPO 16, prompts shared by PPO 39, CUDA graphs 58, e(x)'s
     # correlation with r 2, weights between bfloat16's numbers 20, V in the units of normalised rewards 16; less 27,
     # since comparisons are batches of documents, and 22 for the first RewardBench's sections
-    assert sum(map(n_code_lines, FILES.values())) <= 6503
+    assert sum(map(n_code_lines, FILES.values())) <= 6450

@@ -117,8 +117,11 @@ def load_split(args, tokenizer) -> tuple[list[Comparison], list[Comparison]]:
     train, held_out = splits.train_and_held_out(args.dataset, args.eval_dataset, load_one, tokenizer)
     if args.balance_categories and not any(c.category for c in train):
         raise InputError(f"--balance-categories: {args.dataset} has no column category (see --columns)")
-    if args.min_score_gap and not any(c.label_scores for c in train):
+    unscored = sum(not c.label_scores for c in train) if args.min_score_gap else 0
+    if unscored and unscored == len(train):
         raise InputError(f"--min-score-gap: {args.dataset} has no scores of its responses (see --columns)")
+    if unscored:
+        progress.note(f"--min-score-gap: {unscored:,} of {len(train):,} comparisons have no scores and are kept")
     progress.print_table(statistics(train, held_out))
     return train, held_out
 
@@ -195,7 +198,6 @@ def _labelled(row, min_score_gap) -> Comparison:
         cells = _of_each(values, name, labels["indices"])  # so that the column counts as read
         if name == "is_safe" and cells and not all(cell in (False, True) for cell in cells):
             raise formats.unreadable("is_safe", cells, "neither true nor false")
-    values.get("reference")  # likewise: `describe` uses it later
     if category == "Ties":  # of RewardBench 2: the id names the question
         values.get("id")
     return Comparison(prompt, texts, None, [], ranks, source, row, **labels)
@@ -402,8 +404,7 @@ def describe(comparison) -> dict:
             for response, value in zip(responses, values):
                 response[name] = value
     row = {"prompt": comparison.prompt, "source": comparison.source, "category": comparison.category}
-    reference = printable(comparison.row.data.get("reference"))
-    labels = {"preference": comparison.preference, "reference": reference, "responses": responses}
+    labels = {"preference": comparison.preference, "responses": responses}
     labels["id"] = printable(comparison.row.data.get("id"))
     return {**row, **{name: value for name, value in labels.items() if value is not None}}
 

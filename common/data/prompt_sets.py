@@ -1,12 +1,9 @@
 """The prompts of rejection sampling, PPO and iterative DPO: load, hold out, and deal to iterations."""
 
-import collections
 import math
 from functools import partial
 
 from common import dist
-from common.batches import turns_key
-from common.errors import InputError
 from common.responses import Prompt
 from common.data import chat, formats, mapping, message_columns, mixtures, splits
 
@@ -80,34 +77,3 @@ def least_used(prompts, n, uses, seed) -> list[Prompt]:
     uses: Counter {key of a prompt: number of iterations that used it}."""
     order = dist.shuffled(len(prompts), seed, "prompts", min(uses[prompt.key] for prompt in prompts))
     return [prompts[i] for i in sorted(order, key=lambda i: uses[prompts[i].key])[:n]]
-
-
-def deal_prompts(prompts, args, rows=()) -> dict[int, list[Prompt]]:
-    """Deal prompts to iterations, without repetition: {iteration: prompts}.
-
-    Each iteration gets --prompts-per-iteration prompts, or an equal share without the flag. Raises InputError
-    if there are too few prompts.
-
-    rows: the pool of a resumed run, whose prompts stay in their iterations. If an iteration has no scores
-      yet, a crash may have interrupted its sampling, so it is filled up with fresh prompts."""
-    by_key = {prompt.key: prompt for prompt in prompts}
-    pool = collections.defaultdict(dict)
-    for row in sorted(rows, key=lambda row: row["chunk"]):
-        pool[row["iteration"]][turns_key(row["prompt"])] = row["scorer"]
-    used = set().union(*pool.values())
-    dealt = {}
-    order = dist.shuffled(len(prompts), args.seed, "prompts", 0)
-    fresh = [prompts[i] for i in reversed(order) if prompts[i].key not in used]  # pop() takes the last one
-    for i in range(1, args.iterations + 1):
-        dealt[i] = [by_key[key] for key in pool[i] if key in by_key]
-        if any(pool[i].values()):
-            continue
-        left = (len(dealt[i]) + len(fresh)) // (args.iterations + 1 - i)
-        n = args.prompts_per_iteration or max(1, min(len(prompts) // args.iterations, left))
-        while len(dealt[i]) < n:
-            if not fresh:
-                mend = "Lower --iterations or --prompts-per-iteration"
-                why = f"{len(prompts)} prompts are too few for {n} new ones in each iteration"
-                raise InputError(f"{args.dataset}: {why}, from iteration {i} on. {mend}")
-            dealt[i].append(fresh.pop())
-    return dealt

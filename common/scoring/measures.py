@@ -5,9 +5,6 @@ import statistics
 
 import torch
 
-from common.data import message_columns
-from common.scoring import texts
-
 
 def with_interval(key: str, value: float, low: float, high: float, n: int) -> dict[str, float]:
     """Return a metric with its interval: {key, key_low, key_high}. With fewer than 10 items, too few for an
@@ -147,10 +144,9 @@ def label_of(row) -> float:
     return max(p, 1 - p)
 
 
-def pairs_by(score, rows) -> list[tuple]:
-    """Return pairs_of the rows with score(row, response), computed once per response, as their scores."""
-    scored = lambda row: {"responses": [{**r, "score": score(row, r)} for r in row["responses"]]}
-    return pairs_of(map(scored, rows))
+def pairs_by(key, rows) -> list[tuple]:
+    """Return pairs_of the rows with the value of `key` as each response's score."""
+    return pairs_of([{"responses": [{**r, "score": r[key]} for r in row["responses"]]} for row in rows])
 
 
 def parts_of(rows) -> dict[tuple[str, str], list[dict]]:
@@ -304,26 +300,17 @@ def pair_metrics(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
 
 
 def known_metrics(rows) -> dict[str, float]:
-    """Compute the accuracies of simple scores, which a reward model must beat, and two metrics that are known
-    only in the tiny world.
+    """Compute the accuracy of length as the score, which a reward model must beat, and two metrics that are
+    known only in the tiny world.
 
     baseline/length_accuracy: the score is the number of tokens.
-    baseline/copying_accuracy: the score is texts.copied.
-    baseline/rouge_l_accuracy: the score is texts.rouge_l, on rows with a `reference`. Pairs in which a
-      response is the reference itself, word for word, are left out, since its ROUGE-L is always 1.
     eval/bayes_accuracy: an annotator without noise on the same pairs (tiny world).
     gold/correlation: correlation of the scores with the true reward over all responses (tiny world)."""
     responses = [r for row in rows for r in row["responses"]]
-    copied = lambda row, r: texts.copied(r["text"], message_columns.transcript(row["prompt"]))
-    rouge_l = lambda row, r: texts.rouge_l(r["text"], row["reference"])
-    accuracy_of = lambda score: accuracy([d for d, *_ in pairs_by(score, rows)])
-    metrics = {"baseline/length_accuracy": accuracy_of(lambda row, r: r["tokens"])}
-    metrics["baseline/copying_accuracy"] = accuracy_of(copied)
-    referenced = pairs_by(rouge_l, [row for row in rows if row.get("reference")])
-    if differences := [d for d, _, a, b in referenced if max(a["score"], b["score"]) < 1]:
-        metrics["baseline/rouge_l_accuracy"] = accuracy(differences)
+    accuracy_of = lambda key: accuracy([d for d, *_ in pairs_by(key, rows)])
+    metrics = {"baseline/length_accuracy": accuracy_of("tokens")}
     if all("utility" in r for r in responses):
-        metrics["eval/bayes_accuracy"] = accuracy_of(lambda row, r: r["utility"])
+        metrics["eval/bayes_accuracy"] = accuracy_of("utility")
     if all("gold" in r and "score" in r for r in responses):
         gold = [r["gold"] for r in responses]
         metrics["gold/correlation"] = correlation([r["score"] for r in responses], gold)
