@@ -146,7 +146,8 @@ def label_of(row) -> float:
 
 def pairs_by(key, rows) -> list[tuple]:
     """Return pairs_of the rows with the value of `key` as each response's score."""
-    return pairs_of([{"responses": [{**r, "score": r[key]} for r in row["responses"]]} for row in rows])
+    scored = lambda row: {"responses": [{**r, "score": r[key]} for r in row["responses"]]}
+    return pairs_of(map(scored, rows))
 
 
 def parts_of(rows) -> dict[tuple[str, str], list[dict]]:
