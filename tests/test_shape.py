@@ -132,5 +132,6 @@ def test_scripts_and_common_keep_their_budgets_of_code_lines():
     # --slots from free memory 45, gains apart for hazards and rehearsal at random 24, few shapes of decoding steps 7,
     # the sampler's distribution against the trained one in DPO 16, prompts shared by PPO 39, CUDA graphs 58, e(x)'s
     # correlation with r 2, weights between bfloat16's numbers 20, V in the units of normalised rewards 16; less 27,
-    # since comparisons are batches of documents, and 22 for the first RewardBench's sections
+    # since comparisons are batches of documents, 22 for the first RewardBench's sections, and 52 for prompts dealt
+    # in one way and two baselines of reward models, copying and ROUGE-L
     assert sum(map(n_code_lines, FILES.values())) <= 6450
