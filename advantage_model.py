@@ -155,7 +155,9 @@ def comparison_loss(rewards, expected, batch, n, sums, args):
     if not batch.comparisons:
         return loss
     sizes = to_device(torch.tensor(batch.sizes), device)
-    ratios = to_device(torch.cat([c.ratios for c in batch.comparisons]), device)  # (responses, K)
+    ratios = None  # of K = 0
+    if args.n_others:
+        ratios = to_device(torch.cat([c.ratios for c in batch.comparisons]), device)  # (responses, K)
     expected = expected.repeat_interleave(sizes, output_size=len(rewards))
     advantages = advantage_score(rewards, expected, ratios, n_policies(args))
     single = []  # comparisons with one pair; all of them go through one call

@@ -272,7 +272,7 @@ def update(model, optimizer, pairs, args):
 
 
 def learn(model, optimizer, plan, steps, args):
-    """Train on the plan of plan_steps, whose pairs have log pi_0; yield (step, {metric: value}) after each.
+    """Train on the plan of plan_steps; yield (step, {metric: value}) after each step.
 
     steps: numbers of the steps to take: 1 to len(plan), or the remaining ones of a resumed run."""
     for step in steps:

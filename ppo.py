@@ -212,7 +212,7 @@ class Rollout:
     """B responses and everything computed from them, on the CPU, the same on every rank.
 
     Per-token tensors are (B, R), where R is the longest response, and 0 where `mask` is False. (The sampler's
-    own Rollout has only tokens and their log probabilities.)"""
+    Samples are only tokens and their log probabilities.)"""
 
     sampled: list[tuple[responses.Prompt, responses.Response]]  # one per response
     documents: list[Document]  # prompt and response as ids; `number` is the row in the tensors below
@@ -407,7 +407,9 @@ def run_iteration(
       optional losses.
     lap: function called with the name of each of the four steps when it is done.
     Returns (Rollout, {metric: number}). Raises NothingToLearn if no response ended and there is a penalty for
-    that, Diverged if the KL exceeds --max-kl, NotFinite if a loss or gradient is not finite."""
+    that, Diverged if the KL exceeds --max-kl, NotFinite if a loss or gradient is not finite, InputError if
+    the policy cannot be sampled, ValueError if scores are not finite or a prompt and its response do not fit
+    into --max-length."""
     # 1. sample: n responses to each prompt. Ranks sample different prompts, then exchange the responses
     seed = dist.seed_of(args.seed, "rollout", iteration)
     options = {"n": args.n_samples, "temperature": args.temperature, "top_p": args.top_p}
@@ -425,6 +427,8 @@ def run_iteration(
 
     # 2. score: one number per response, normalised; responses that did not end get a penalty
     rollout.scores = score(sampled)
+    if rollout.scores.shape != finished.shape or not rollout.scores.isfinite().all():
+        raise ValueError(f"expected {len(finished)} finite scores, got {rollout.scores}")
     normalised = normalise(rollout.scores, state["score_statistics"], args.reward_norm)
     rollout.response_rewards = normalised - args.missing_eos_penalty * (~finished).float()
     lap("score")

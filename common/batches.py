@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from common import dist
-from common.sampler import to_device
+from . import dist
+from .sampler import to_device
 
 
 class Row(NamedTuple):
@@ -32,7 +32,7 @@ class Document(NamedTuple):
     response_mask: torch.Tensor  # (T,) bool, True for response tokens, including the end-of-sequence token
     messages: list[dict]
     row: Row
-    number: int = 0  # index among the responses of a rollout or of a batch of comparisons
+    number: int = 0  # index among the responses of a rollout (responses.documents) or a batch of comparisons
     all_turns: bool = False  # True if all assistant turns are learnt, False if only the last one is
     shared: int = 0  # number of its first tokens that its row holds already (a shared prompt)
 
@@ -109,9 +109,10 @@ def pack(lengths: list[int], size: int) -> list[list[int]]:
 def pack_evenly(lengths: list[int], size: int, multiple: int) -> list[list[int]]:
     """Pack documents into blocks of similar length, whose number is a multiple of `multiple` (the ranks).
 
-    Documents go, longest first, to the shortest block so far. The number of blocks is the smallest multiple
-    for which all blocks hold at most `size` tokens, or first fit's blocks, as many but uneven, where only
-    these do. If there are fewer documents than blocks, each has its own, and their number is no multiple."""
+    Documents go, longest first, to the shortest block so far. The number of blocks begins at that of `pack`,
+    rounded up to a multiple, and rises until all blocks hold at most `size` tokens. Where only the blocks of
+    `pack` hold them, as many but uneven, it returns these. If there are fewer documents than blocks, each has
+    its own, and their number is no multiple."""
     first_fit = pack(lengths, size)
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     n = math.ceil(len(first_fit) / multiple) * multiple
@@ -138,7 +139,8 @@ def make_blocks(documents, max_length, packing=True, multiple=0, share_prompt=Fa
       rank waits for another and a micro-batch has little padding.
     share_prompt: True forms trees of a rollout's responses (responses.documents) to one prompt: their row has
       the prompt once. Responses that would make the row longer than max_length begin another tree. With fewer
-      trees than ranks, no prompt is shared."""
+      trees than ranks, no prompt is shared.
+    Raises ValueError if a document is longer than max_length (not without packing)."""
     if not packing:
         return [[document] for document in documents]
     trees = []
@@ -249,7 +251,8 @@ class Comparison(NamedTuple):
     texts: list[str]  # K responses; in a pair the chosen one first, unless a soft label favours the other
     prompt_ids: torch.Tensor  # (P,) int32
     response_ids: list[torch.Tensor]  # K of (R,) int32, with the end-of-sequence token if there is one
-    ranks: torch.Tensor  # (K,), 0 is the best; a difference below 1 is a tie
+    # (K,), 0 is the best; a difference below 1 is a tie. [0, 1] in a pair without a soft label
+    ranks: torch.Tensor
     source: str  # data set, for metrics and tables
     row: Row
     rating: str | None = None  # one of comparisons.RATINGS
@@ -260,7 +263,7 @@ class Comparison(NamedTuple):
     category: str | None = None
     indices: tuple = (0, 1)  # positions of these responses in the row
     samples: tuple = ()  # further responses without labels, ids as in response_ids
-    # (K + samples, n), ratios to n other policies, for advantage_model.py (n = 0 if there are none)
+    # (K + samples, n), ratios to n other policies, for advantage_model.py; None: there are no others
     ratios: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None  # (K,), nats, log pi_0(y | x), for DPO
 
@@ -327,8 +330,10 @@ def of_each_comparison(forward, model, comparisons, micro_batch_size, share_prom
     """Run a forward over all comparisons and return one value for each, in their order, on every rank.
 
     forward: forward(model, batch) -> list with one value per comparison of the batch.
-    Every rank must call it."""
+    Every rank must call it. Raises ValueError if `forward` returns another number of values."""
+    comparisons = [c._replace() for c in comparisons]  # copies: one that is listed twice has two places
     place = {id(c): i for i, c in enumerate(comparisons)}
-    mine = my_comparison_batches(comparisons, model, micro_batch_size, share_prompt)
-    values = [(place[id(c)], x) for batch in mine for c, x in zip(batch.comparisons, forward(model, batch))]
+    values = []
+    for batch in my_comparison_batches(comparisons, model, micro_batch_size, share_prompt):
+        values += [(place[id(c)], x) for c, x in zip(batch.comparisons, forward(model, batch), strict=True)]
     return [value for _, value in sorted(dist.gather(values), key=lambda item: item[0])]

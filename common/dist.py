@@ -19,7 +19,7 @@ import torch
 import torch.distributed as td
 import transformers
 
-from common.errors import NotFinite
+from .errors import NotFinite
 
 TIMEOUT = timedelta(minutes=30)  # a rank that waits longer for the others fails instead of hanging
 PATIENCE = timedelta(hours=24)  # longest wait in `barrier`, for downloads and tokenising data sets
@@ -34,7 +34,10 @@ split_layers = None  # tensor_parallel.split if ranks_per_copy > 1
 
 # -- processes -------------------------------------------------------------------------------------
 def setup() -> torch.device:
-    """Join torchrun's process group, if there is one, and return this rank's device."""
+    """Join torchrun's process group, if there is one, and return this rank's device.
+
+    For the whole process it also makes transformers silent but for errors, and on a CPU malloc keep freed
+    memory (_keep_freed_memory)."""
     global here, patient
     transformers.utils.logging.disable_progress_bar()  # for reading and writing weights
     transformers.utils.logging.set_verbosity_error()  # it would warn that a scorer's head is new
@@ -158,7 +161,7 @@ def schedule(step: int, n_steps: int, args) -> float:
 
     Warm-up is linear and lasts --warmup-ratio of the steps, at least --min-warmup-steps. It starts above 0,
     because a step with learning rate 0 would be wasted. Then follows --lr-schedule: a cosine or a line to 0,
-    a cosine to a tenth, or a constant."""
+    a cosine to a tenth, or a constant. args: needs warmup_ratio and lr_schedule."""
     done = step - 1
     warmup = max(math.ceil(args.warmup_ratio * n_steps), getattr(args, "min_warmup_steps", 0))
     if done < warmup:
@@ -261,7 +264,7 @@ def consolidated(model):
     if getattr(model, "is_consolidated", False):  # the caller did it already, for several calls
         yield model
         return
-    training = model.training
+    modes = [(m, m.training) for m in model.modules()]
     sharded = [m for m in model.modules() if is_sharded(m)]
     masters = {} if sharded else {p: p.data for p in model.parameters()}
     hooks = [(m._forward_pre_hooks, m._forward_hooks) for m in sharded]
@@ -280,7 +283,8 @@ def consolidated(model):
                 yield model
     finally:
         model.is_consolidated = False
-        model.train(training)
+        for m, training in modes:
+            m.training = training
         for p, data in masters.items():
             p.data = data
         for m, (before, after) in zip(sharded, hooks):
@@ -294,7 +298,8 @@ def consolidated(model):
 def adamw(model, lr, args):
     """Make AdamW for the trainable weights, which are dithered first if the model computes in bfloat16.
 
-    Betas are 0.9 and 0.95, as in the papers that name them."""
+    Betas are 0.9 and 0.95, as in the papers that name them. lr: its learning rate until set_lr changes it.
+    args: needs weight_decay; adam_eps is 1e-8 and seed, for the offsets, 0 without it."""
     if getattr(model, "compute_dtype", None) == torch.bfloat16:
         dither(model, getattr(args, "seed", 0))
     eps = getattr(args, "adam_eps", 1e-8)

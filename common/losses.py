@@ -253,6 +253,7 @@ def group_advantages(rewards, n, leave_one_out=False, scale=True):
     if n < 2 or rewards.dim() != 1 or len(rewards) % n:
         raise ValueError(f"group_advantages: rewards {tuple(rewards.shape)} are no groups of {n}, 2 or more")
     groups = rewards.detach().view(-1, n)
+    groups = groups - groups[:, :1]  # equal rewards become exactly 0: the mean of 7 times 0.1 is not 0.1
     advantages = groups - groups.mean(1, keepdim=True)
     if leave_one_out:
         advantages = advantages * n / (n - 1)
@@ -417,6 +418,8 @@ def cpl_loss(
 
 def _mean_over_rows(name, loss_sum, n_rows, signs):
     """Return (loss, metrics) of pairs. signs: (n,), positive if ranked as labelled, 0 for a tie."""
+    if signs.dim() != 1:
+        raise ValueError(f"{name}: expected one number per response, (n,), not {tuple(signs.shape)}")
     if n_rows is None and len(signs) == 0:
         raise ValueError(f"{name}: there is no pair to learn from")
     n_correct = (torch.sign(signs.detach().float()) + 1).sum() / 2

@@ -8,19 +8,17 @@ The functions for log probabilities (nats):
     token_logprobs       the same from ids and masks; logprobs calls it as a method of the model
     per_token            log probabilities or values of a whole rollout, (B, R), on every rank, no gradient
     response_logprobs    each response of a batch of comparisons, (n_responses,), prompts shared: DPO
-    next_token_logprobs  the whole vocabulary after selected tokens, (n, V): an AI annotator's A or B
 """
 
 import types
 from functools import partial
 
 import torch
-from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, masking_utils, modeling_flash_attention_utils as flash_utils
 
-from common import batches, dist, losses
-from common.sampler import cache_argument, n_positions as n_positions, to_device
+from . import batches, dist, losses
+from .sampler import n_positions as n_positions, to_device
 
 LOGIT_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # config key -> power
 LOGITS_IN_MEMORY = 2**24  # logits in one chunk on a CPU: 64 MB in fp32, whatever B, T and V are
@@ -59,7 +57,7 @@ def token_logprobs(
     Returns (B, T-1), fp32, nats, 0 where action_mask is False. With entropy=True, returns a pair: these and
     the entropy (nats) of each of the distributions. Gradients flow through both."""
     rows, columns = action_mask.nonzero().T if token_indices is None else token_indices
-    with _computing(model, input_ids):
+    with computing(model, input_ids):
         hidden = _last_hidden(model, input_ids, position_ids, attention_mask)
         hidden = hidden[tuple((rows, columns) if sources is None else sources)]
         outputs = _unembed(model, hidden, input_ids[rows, columns + 1], temperature, entropy)
@@ -69,7 +67,9 @@ def token_logprobs(
 
 
 def logprobs(model, batch, temperature=1.0, entropy=False):
-    """Compute token_logprobs of a batches.Batch: (B, T-1), or a pair of them with entropy=True."""
+    """Compute token_logprobs of a batches.Batch: (B, T-1), or a pair of them with entropy=True.
+
+    model: has the method token_logprobs (with_methods)."""
     return model.token_logprobs(
         batch.input_ids, batch.action_mask, batch.position_ids, temperature, entropy, batch.token_indices,
         batch.attention_mask, batch.sources,
@@ -84,10 +84,12 @@ def per_token(forward, model, plan, micro_batch_size) -> list[torch.Tensor]:
     plan: lists of blocks. Each list is divided among ranks and micro-batches like one optimiser step, so that
       the numbers equal those of the training forward.
     Row i belongs to document number i: its response's tokens from column 0, then 0. R is the longest
-      response.
-    """
+      response. Raises ValueError unless the documents have the numbers 0, 1, ... (responses.documents)."""
     documents = [document for blocks in plan for block in blocks for document in block]
-    mask = batches.response_mask(sorted(documents, key=lambda document: document.number))
+    documents.sort(key=lambda document: document.number)
+    if any(document.number != i for i, document in enumerate(documents)):
+        raise ValueError("per_token: the documents do not have the numbers 0, 1, ..., each once")
+    mask = batches.response_mask(documents)
     rows = []
     chunks = {}  # number of the output -> its values at the response tokens, one tensor per batch
     results = []
@@ -171,6 +173,8 @@ def _varlen(module, query, key, value, attention_mask, cu_seq_lens_q=None, max_l
         return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, **options)
     if any(torch.is_tensor(x) or x for x in map(options.get, ("dropout", "softcap", "s_aux"))):
         raise ValueError("varlen_attn has no dropout, no attention sinks and no soft cap")
+    from torch.nn.attention import varlen
+
     # Under autocast, rotary embeddings return fp32; value comes straight from a linear layer
     q, k, v = (x.transpose(1, 2).flatten(0, 1).to(value.dtype) for x in (query, key, value))
     window = (options.get("sliding_window") or 0) - 1, 0  # tokens before and after a query; -1: all
@@ -200,35 +204,7 @@ def _unembed(model, hidden, targets, temperature=1.0, entropy=False):
     return torch.cat([x for x, _ in chunks]), torch.cat([x for _, x in chunks])
 
 
-def next_token_logprobs(model, input_ids, token_indices, before=()):
-    """Compute the log probabilities of all tokens that could follow selected tokens: (n, V), fp32, nats.
-
-    For models that are not sharded. The head computes in fp32 even if the body does not, because in bf16 the
-    logits of two likely tokens are often equal.
-
-    input_ids: (B, T), right-padded. token_indices: (2, n), row and column of each selected token.
-    before: token ids that precede every row. They are run once and their cache is shared, which recurrent
-      models do not support."""
-    with _computing(model, input_ids):
-        options = {"use_cache": False}
-        if before:
-            first = torch.tensor([before], device=input_ids.device)
-            name = cache_argument(model.config, type(model.base_model))
-            kept = getattr(model.base_model(input_ids=first, use_cache=True), name)
-            kept.batch_repeat_interleave(len(input_ids))
-            options = {name: kept, "use_cache": True}
-        hidden = model.base_model(input_ids=input_ids, **options).last_hidden_state
-    head = model.get_output_embeddings()
-    hidden = hidden[token_indices[0], token_indices[1]].float()
-    # Cast in pieces, since an fp32 copy of 128,000 rows of 4,096 takes 2 GB. On a CPU each fits the cache:
-    # 0.34 s instead of 0.91 s for 16 positions and 151,936 rows of 896
-    size = LOGITS_IN_MEMORY // (head.weight.shape[1] * (16 if head.weight.device.type == "cpu" else 1))
-    logits = torch.cat([hidden @ some_rows.float().T for some_rows in head.weight.split(size)], 1)
-    logits = logits if head.bias is None else logits + head.bias
-    return _scaled(logits, model.config.get_text_config()).log_softmax(-1)
-
-
-def _computing(model, input_ids):
+def computing(model, input_ids):
     """Return the context of a forward: autocast to the model's compute dtype (dist.compute_dtype_of).
 
     FSDP casts a sharded model itself. Its root weights stay gathered after the forward only if a backward
@@ -241,7 +217,7 @@ def _computing(model, input_ids):
     return torch.autocast(input_ids.device.type, dtype, enabled=dtype != torch.float32 and not sharded)
 
 
-def _scaled(logits, config):
+def scaled(logits, config):
     """Apply a model family's scale and soft cap to its logits. (pretrained.py checks that it is all.)"""
     for key, power in LOGIT_FACTORS.items():
         factor = getattr(config, key, None)
@@ -253,7 +229,7 @@ def _scaled(logits, config):
 def _chunk(model, hidden, targets, temperature, entropy):
     """Compute (log probabilities, entropies) of one chunk of hidden states; entropies: 0 if not asked for."""
     # (n, V) in fp32, because a log-softmax in bf16 is off by 1e-2
-    logits = _scaled(model.get_output_embeddings()(hidden).float(), model.config.get_text_config())
+    logits = scaled(model.get_output_embeddings()(hidden).float(), model.config.get_text_config())
     logits = logits if temperature == 1 else logits / temperature
     all_logprobs = logits.log_softmax(-1)
     logprobs = -torch.nn.functional.nll_loss(all_logprobs, targets, reduction="none")
@@ -274,7 +250,7 @@ def head_outputs(model, input_ids, token_indices, position_ids=None, attention_m
       responses share a prompt (batches.tree_mask). position_ids only: packed documents. Neither:
       plain causal rows.
     Returns (n, number of outputs), fp32."""
-    with _computing(model, input_ids):
+    with computing(model, input_ids):
         hidden = _last_hidden(model, input_ids, position_ids, attention_mask)
     return model.score(hidden[token_indices[0], token_indices[1]].float())
 
@@ -318,6 +294,7 @@ def state_values(model, batch):
 def response_logprobs(model, batch) -> torch.Tensor:
     """Compute log pi(y | x), summed over the tokens of y, for each response of a batch of comparisons.
 
+    model: has the method token_logprobs (with_methods).
     Returns (n_responses,), nats, in the order of the comparisons; gradient flows."""
     of_tokens = logprobs(model, batch)[tuple(batch.token_indices)]
     sizes = batches.response_sizes(batch.documents)

@@ -5,22 +5,23 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from common import dist
-from common.batches import Document, Row, printable, split, turns_key
-from common.errors import Diverged, InputError
-from common.sampler import sample
+from . import dist
+from .batches import Document, Row, printable, split, turns_key
+from .errors import Diverged, InputError
+from .sampler import sample
 
 
 class Prompt(NamedTuple):
     """A prompt as token ids, as messages, and with the row of the data set that it comes from."""
 
     ids: list[int]  # the turns in the chat template, up to where the answer begins
-    turns: list[dict]  # messages; the last one is from the user
+    turns: list[dict]  # messages, of which the last one is from the user; [] if there are only ids
     row: Row
 
     @property
     def key(self) -> str:
-        return turns_key(self.turns)
+        """Equal for equal prompts, whose responses are compared with each other."""
+        return turns_key(self.turns) if self.turns else str(self.ids)
 
     @property
     def question(self) -> str:
@@ -54,7 +55,8 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
     A response ends at the tokenizer's end-of-sequence token, or at one of the generation config's if that has
     a list of them (chat models often end turns and texts with different tokens). Rows of the embeddings
     beyond the tokenizer's last id are never drawn.
-    Raises InputError if the model cannot be sampled, Diverged if its logits are NaN."""
+    Raises InputError if sampler.sample refuses the model, a prompt or an option, Diverged if its logits are
+    NaN."""
     if not prompts:
         return []
     end_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -64,7 +66,7 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
     try:
         samples = sample(model, prompts, n=n, **options)
     except ValueError as error:  # for example a model with a cache of its own kind
-        raise InputError(f"{error}: this model cannot be sampled") from None
+        raise InputError(f"{error}: nothing can be sampled") from None
     except FloatingPointError as error:
         raise Diverged(f"{error}: if it was trained just now, lower --lr") from None
     responses = []
@@ -102,8 +104,11 @@ def sample_responses(model, tokenizer, prompts, *, n=1, seed=0, **options) -> li
 
 
 def answers(policy, tokenizer, prompts, args, seed, **options) -> list[tuple[Prompt, Response]]:
-    """Call sample_responses with the flags --max-new-tokens and --slots of a script."""
-    limits = {"max_new_tokens": args.max_new_tokens, "slots": args.slots}
+    """Call sample_responses with the flags --max-new-tokens and --slots of a script; slots of None are 16.
+
+    options: n, temperature, top_p and other arguments of sampler.sample, which this function does not take
+      from `args`."""
+    limits = {"max_new_tokens": args.max_new_tokens, "slots": args.slots or 16}
     return sample_responses(policy, tokenizer, prompts, seed=seed, **limits, **options)
 
 

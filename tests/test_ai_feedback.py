@@ -36,7 +36,7 @@ from common.data import comparisons, message_columns, tiny
 from common.data.comparisons import load
 from common.data.files import read_jsonl
 from common.loading import pretrained
-from common.scoring import measures, scorers
+from common.scoring import measures, next_token, scorers
 from common.run.cli import parse
 from common.programs import ai_feedback as ai
 from common.programs import evaluate
@@ -603,7 +603,7 @@ def test_batches_of_any_size_give_the_same_probabilities(size, folders, model_of
 
 
 def test_the_common_prefix_of_questions_runs_once_and_changes_no_result(model_of, monkeypatch):
-    labeler, original, seen = model_of["spaced"], models.next_token_logprobs, []
+    labeler, original, seen = model_of["spaced"], next_token.logprobs, []
 
     def plain(model, input_ids, where, before=()):
         seen.append((len(before), input_ids.shape[1]))
@@ -613,7 +613,7 @@ def test_the_common_prefix_of_questions_runs_once_and_changes_no_result(model_of
 
     questions = [ai.Question("The same long beginning. {x}", {"x": x}, "Rating:") for x in ("a", "bcd", "")]
     got = labeler.probabilities(questions, TEN)
-    monkeypatch.setattr(models, "next_token_logprobs", plain)
+    monkeypatch.setattr(next_token, "logprobs", plain)
     torch.testing.assert_close(got, labeler.probabilities(questions, TEN), rtol=1e-4, atol=1e-9)
     ((n_before, width),) = seen
     assert n_before == 1 + len("The same long beginning. ") > width  # <user>, then a token a character

@@ -23,6 +23,7 @@ from common import batches, dist, models, sampler
 from common.errors import InputError
 from common.data import tiny
 from common.loading import checks, pretrained
+from common.scoring import next_token
 from common.run import run
 
 
@@ -242,7 +243,7 @@ def test_varlen_passes_the_checks_shares_prompts_and_samples_with_sdpa(
     assert plain[0] == plain[1] == (family == "Llama 3")
     ids, where = documents_of([9])[0].ids[None].long(), torch.tensor([[0], [8]])
     for before in ((), [7, 3, 9]):  # with a cache that holds three tokens
-        got, want = (models.next_token_logprobs(x, ids, where, before) for x in (model, usual))
+        got, want = (next_token.logprobs(x, ids, where, before) for x in (model, usual))
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 

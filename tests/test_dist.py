@@ -766,7 +766,7 @@ whole = dist.shard(tiny.model(), dist.setup(), torch.bfloat16)
 td.init_process_group("gloo", store=td.HashStore(), rank=0, world_size=1)
 sharded = dist.shard(tiny.model(), dist.setup(), torch.bfloat16)
 for model in (whole, sharded):
-    with models._computing(model, torch.zeros(1)):
+    with models.computing(model, torch.zeros(1)):
         print(type(model).__name__, torch.is_autocast_enabled("cpu"))
 """)
     lines = processes.script(tmp_path / "code.py").out.splitlines()

@@ -152,6 +152,14 @@ def test_a_pair_holds_the_sampled_ids_and_the_scores_minus_the_penalty():
     assert pair.preference is None and pair.ref_logprobs is None and pair.key == tagged.key
 
 
+def test_prompts_of_ids_alone_are_told_apart_by_their_ids():
+    prompts = [responses.Prompt(ids, [], Row("", {})) for ids in ([5, 6], [7])]
+    said = [(prompts[i], responses.Response([50 + k, END], word, True)) for k, (i, word) in enumerate(zip(
+        (0, 0, 1, 1), ("ant", "cat", "dog", "eel")))]  # fmt: skip
+    pairs, _ = dpo.best_against_worst(said, [2.0, 1.0, 0.0, 3.0], 1, make_args())
+    assert [(pair.prompt_ids.tolist(), *pair.texts) for pair in pairs] == [([5, 6], "ant", "cat"), ([7], "eel", "dog")]
+
+
 # -- plan_steps --------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "n, epochs, sizes", [(7, 2, [3, 3, 1] * 2), (7, 1.5, [3, 3, 1, 3]), (2, 0.1, [2]), (0, 2, [])]
@@ -202,6 +210,23 @@ def pair_of(
         response_ids=ids[1:], ranks=torch.tensor([0, 1]), source=source, row=data_row, preference=preference,
         ref_logprobs=None if reference is None else torch.tensor(reference),
     )  # fmt: skip
+
+
+# -- pair_logprobs -----------------------------------------------------------------------
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_a_pair_that_is_listed_twice_gets_its_value_twice(size):
+    model, args = tiny_policy(), make_args(micro_batch_size=size)
+    a, b = pair_of([1, 5], [6], [7, 8]), pair_of([1, 9, 9], [10, 11, 12], [13])
+    once = dpo.pair_logprobs(model, [a, b], args)
+    twice = dpo.pair_logprobs(model, [a, b, a, a], args)
+    torch.testing.assert_close(torch.stack(twice), torch.stack([once[i] for i in (0, 1, 0, 0)]))
+
+
+def test_a_ranking_among_pairs_is_refused():
+    pair = pair_of([1, 5], [6], [7, 8])
+    ranking_of_4 = pair._replace(response_ids=pair.response_ids * 2, ranks=torch.arange(4))
+    with pytest.raises(ValueError, match="zip"):
+        dpo.pair_logprobs(tiny_policy(), [ranking_of_4, pair], make_args())
 
 
 # -- pairs_loss --------------------------------------------------------------------------

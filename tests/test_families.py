@@ -11,6 +11,7 @@ from common.batches import Comparison, collate_comparisons
 from common.errors import InputError
 from common.data import tiny
 from common.loading import checks, pretrained
+from common.scoring import next_token
 
 KINDS = {  # -> whether packed documents stay apart, and responses can share a prompt
     "Qwen3": (True, True),  # full attention
@@ -87,7 +88,7 @@ def test_responses_that_share_a_prompt_have_the_log_probabilities_of_rows_of_the
     torch.testing.assert_close(got, torch.stack([x.sum() for x in alone]), atol=1e-5, rtol=1e-5)
     if not checks.recurrent(ours):  # else there are no keys and values to go on from
         where = torch.tensor([[0], [10]])
-        got = models.next_token_logprobs(ours, torch.tensor([first]), where, prompt)[0, first[-1]]
+        got = next_token.logprobs(ours, torch.tensor([first]), where, prompt)[0, first[-1]]
         torch.testing.assert_close(got, alone[0][-1], atol=1e-5, rtol=1e-5)
 
 

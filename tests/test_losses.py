@@ -634,6 +634,18 @@ def test_group_advantages_differ_from_their_wrong_variants(wrong):
     assert (losses.group_advantages(GROUPS, 3) - wrong).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("n, reward", [(7, 0.1), (7, 12.3), (8, 101.7)])
+def test_a_group_of_equal_rewards_teaches_nothing(n, reward):
+    assert losses.group_advantages(torch.full((n,), reward), n).tolist() == [0] * n
+
+
+def test_losses_of_pairs_refuse_log_probabilities_of_tokens():
+    x = torch.zeros(2, 5)
+    for loss in (lambda: losses.dpo_loss(x, x, x, x, 0.1), lambda: losses.bradley_terry_loss(x, x)):
+        with pytest.raises(ValueError, match="one number per response"):
+            loss()
+
+
 def test_group_advantages_pass_no_gradient_and_need_whole_groups_of_two_or_more():
     assert not losses.group_advantages(GROUPS.clone().requires_grad_(), 2).requires_grad
     for rewards, n in ((GROUPS, 4), (GROUPS, 1), (GROUPS.view(2, 3), 3)):

@@ -36,6 +36,7 @@ from common.batches import Document, Row
 from common.errors import InputError
 from common.data import tiny
 from common.loading import checks, lora, pretrained
+from common.scoring import next_token
 from common.run import checkpoints, run
 
 V = 61  # vocabulary, a prime: no other dimension has it
@@ -659,25 +660,25 @@ def test_head_outputs_are_fp32_if_the_body_computes_in_bf16(kind, rows, tmp_path
 def test_next_token_logprobs_equal_log_softmax_at_each_place(model, rows):
     where = torch.tensor([[0, 2, 2, 3], [0, 4, 11, 6]])
     full = model(input_ids=rows[0]).logits.double().log_softmax(-1)
-    got = models.next_token_logprobs(model, rows[0], where)
+    got = next_token.logprobs(model, rows[0], where)
     assert got.shape == (4, V) and got.dtype == torch.float32
     torch.testing.assert_close(got, full[where[0], where[1]].float(), rtol=0, atol=1e-5)
     assert (got - full[where[0], (where[1] + 1) % 12].float()).abs().max() > 0.5  # a token too late
-    assert models.next_token_logprobs(model, rows[0], where[:, :0]).shape == (0, V)
+    assert next_token.logprobs(model, rows[0], where[:, :0]).shape == (0, V)
     # the head computes in fp32 on a body in bf16
     half = copy.deepcopy(model).bfloat16()
     hidden = half.base_model(input_ids=rows[0]).last_hidden_state[where[0], where[1]]
     weight = half.get_output_embeddings().weight
     want = (hidden.float() @ weight.float().T).log_softmax(-1)
-    torch.testing.assert_close(models.next_token_logprobs(half, rows[0], where), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(next_token.logprobs(half, rows[0], where), want, rtol=0, atol=1e-5)
     assert ((hidden @ weight.T).float().log_softmax(-1) - want).abs().max() > 1e-3
     # the first tokens of every row given as what stands before: the same, at places counted after them
     before = [7, 3, 9]
     ids = torch.cat([torch.tensor([before]).expand(4, 3), rows[0]], 1)
-    want = models.next_token_logprobs(model, ids, where + torch.tensor([[0], [3]]))
-    got = models.next_token_logprobs(model, rows[0], where, before)
+    want = next_token.logprobs(model, ids, where + torch.tensor([[0], [3]]))
+    got = next_token.logprobs(model, rows[0], where, before)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-    assert (got - models.next_token_logprobs(model, rows[0], where)).abs().max() > 0.01
+    assert (got - next_token.logprobs(model, rows[0], where)).abs().max() > 0.01
 
 
 @torch.no_grad()
@@ -697,7 +698,7 @@ def test_the_unembedding_is_cast_to_fp32_in_pieces(rows, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(models, "LOGITS_IN_MEMORY", elements)
                 patch.setattr(torch.Tensor, "float", lambda x: sizes.append(x.numel()) or plain(x))
-                got = models.next_token_logprobs(half, rows[0], where)
+                got = next_token.logprobs(half, rows[0], where)
             torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
             assert max(sizes) == min(elements // 16, head.weight.numel())
         assert head.bias is None or (got - (hidden @ head.weight.float().T).log_softmax(-1)).abs().max() > 0.1

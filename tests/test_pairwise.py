@@ -13,11 +13,11 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as backends
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from common import models
 from common.batches import Row, labelled_pairs
 from common.errors import InputError
 from common.data import chat, comparisons, demonstrations, tiny
 from common.data.files import read_jsonl
+from common.scoring import next_token
 from common.programs import ai_feedback, evaluate, pairwise
 
 PROMPT = [user("copy ant")]
@@ -117,7 +117,7 @@ def oracle_of(monkeypatch):
 
         model = SimpleNamespace(tokenizer=tokenizer, room=room, device=CPU, model=None)
         monkeypatch.setattr(ai_feedback, "LanguageModel", lambda *_: model)
-        monkeypatch.setattr(models, "next_token_logprobs", next_token_logprobs)
+        monkeypatch.setattr(next_token, "logprobs", next_token_logprobs)
         return pairwise.oracle("a model")
 
     return make

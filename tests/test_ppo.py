@@ -726,6 +726,24 @@ def test_the_references_log_probabilities_have_the_rollouts_temperature():
     assert row["kl/per_response"] == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.parametrize("scores", [torch.tensor([1.0, math.nan]), torch.ones(1), torch.ones(2, 1)])
+def test_scores_that_are_not_one_finite_number_per_response_leave_no_trace(scores):
+    learners = policy(), scorer()
+    agent = ppo.Agent(*learners, policy(), TOKENIZER, *(SGD(model.parameters(), lr=0.1) for model in learners))
+    state = ppo.fresh_state()
+    args = make_args(missing_eos_penalty=0.0, minibatch_size=2, n_samples=2)
+    with pytest.raises(ValueError, match="expected 2 finite scores"):
+        ppo.run_iteration(agent, [REST], lambda sampled: scores, state, 1, args)
+    assert state == ppo.fresh_state()
+
+
+@pytest.mark.parametrize("numbers", [(0, 0), (0, 2), (1, 2)])
+def test_per_token_needs_documents_that_are_numbered(numbers):
+    documents = [document._replace(number=number) for document, number in zip(DOCUMENTS, numbers)]
+    with pytest.raises(ValueError, match="numbers 0, 1"):
+        models.per_token(models.logprobs, policy(), [[documents]], 2)
+
+
 # -- runs --------------------------------------------------------------------------------
 JUDGES = """
 import itertools

@@ -48,8 +48,8 @@ def imports(tree):
     """{name in the file: the file of common/ that it comes from}"""
     names = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "common":
-            place = node.module.removeprefix("common").lstrip(".")
+        if isinstance(node, ast.ImportFrom) and (node.level or node.module.split(".")[0] == "common"):
+            place = (node.module or "").removeprefix("common").lstrip(".")  # the kit's imports are relative
             for alias in node.names:
                 inner = f"{place}.{alias.name}".lstrip(".")
                 names[alias.asname or alias.name] = inner if inner in FILES else place
@@ -97,9 +97,10 @@ def test_the_kit_imports_nothing_but_itself_and_keeps_its_budget():
     for file in test_copying.KIT:
         assert set(imports(tree_of(FILES[file])).values()) <= set(test_copying.KIT)
     # Beyond the goal of 1,300: masks made once 12; --shard-size 6; padding token 1; few shapes of decoding steps 6; few
-    # rows 1; PPO's responses share their prompt 35; CUDA graphs 56; weights between bfloat16's numbers 20; less 26,
-    # since comparisons are batches of documents, and 64 that only programs need
-    assert sum(n_code_lines(FILES[file]) for file in test_copying.KIT) <= 1350
+    # rows 1; PPO's responses share their prompt 35; CUDA graphs 56; weights between bfloat16's numbers 20; what a
+    # copy may hand over and is checked 10; less 26, since comparisons are batches of documents, and 81 that only programs
+    # need
+    assert sum(n_code_lines(FILES[file]) for file in test_copying.KIT) <= 1340
     assert {name for name in FILES if not folder(name)} == set(test_copying.KIT)
 
 
@@ -132,6 +133,6 @@ def test_scripts_and_common_keep_their_budgets_of_code_lines():
     # --slots from free memory 45, gains apart for hazards and rehearsal at random 24, few shapes of decoding steps 7,
     # the sampler's distribution against the trained one in DPO 16, prompts shared by PPO 39, CUDA graphs 58, e(x)'s
     # correlation with r 2, weights between bfloat16's numbers 20, V in the units of normalised rewards 16; less 27,
-    # since comparisons are batches of documents, 22 for the first RewardBench's sections, and 52 for prompts dealt
-    # in one way and two baselines of reward models, copying and ROUGE-L
-    assert sum(map(n_code_lines, FILES.values())) <= 6450
+    # since comparisons are batches of documents, 22 for the first RewardBench's sections, and 40 for prompts dealt
+    # in one way and two baselines of reward models (copying, ROUGE-L), less what a copy may hand over and is checked
+    assert sum(map(n_code_lines, FILES.values())) <= 6463

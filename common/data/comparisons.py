@@ -121,7 +121,8 @@ def load_split(args, tokenizer) -> tuple[list[Comparison], list[Comparison]]:
     if unscored and unscored == len(train):
         raise InputError(f"--min-score-gap: {args.dataset} has no scores of its responses (see --columns)")
     if unscored:
-        progress.note(f"--min-score-gap: {unscored:,} of {len(train):,} comparisons have no scores and are kept")
+        n = f"{unscored:,} of {len(train):,}"
+        progress.note(f"--min-score-gap: {n} comparisons have no scores and are kept")
     progress.print_table(statistics(train, held_out))
     return train, held_out
 

@@ -1,4 +1,6 @@
-"""Check what a loaded model supports: documents that share a row, responses that share a prompt, slots."""
+"""Check what a loaded model supports: documents that share a row, responses that share a prompt, slots.
+
+The file needs only the kit, so that it can be copied with it."""
 
 import math
 from functools import partial
@@ -6,7 +8,6 @@ from functools import partial
 import torch
 
 from common import batches, dist, models, sampler
-from common.loading import lora
 
 WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
 
@@ -58,8 +59,9 @@ def shares_prompts(model, max_length) -> bool:
 def fit_rows(args, models):
     """Switch off --packing and --share-prompt if one of these models does not support them.
 
-    A lora.FrozenBase is not tested: it computes with the policy's weights, in the policy's dtype."""
-    models = [model for model in models if not isinstance(model, lora.FrozenBase)]
+    A lora.FrozenBase, which is no module, is not tested: it computes with the policy's weights, in the
+    policy's dtype."""
+    models = [model for model in models if isinstance(model, torch.nn.Module)]
     args.packing = args.packing and all(map(packs, models))
     shares = partial(shares_prompts, max_length=args.max_length)
     args.share_prompt = args.packing and args.share_prompt and all(map(shares, models))

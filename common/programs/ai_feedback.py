@@ -54,7 +54,7 @@ from common.errors import InputError
 from common.responses import my_responses
 from common.data import chat, comparisons, files, formats, mapping, message_columns, mixtures, progress
 from common.loading import checks, pretrained
-from common.scoring import functions, measures
+from common.scoring import functions, measures, next_token
 from common.run.cli import check_flags
 from common.run.run import Run, launch, start_run
 
@@ -143,7 +143,7 @@ class LanguageModel:
             where = torch.tensor(where).T.to(self.device)
             input_ids = torch.nn.utils.rnn.pad_sequence(tensors, True).to(self.device)
             # On the CPU, so that Python waits for the device once, not once per option
-            logprobs = models.next_token_logprobs(self.model, input_ids, where, shared).cpu().double()
+            logprobs = next_token.logprobs(self.model, input_ids, where, shared).cpu().double()
             for (i, _, _, paths), row_logprobs in zip(batch, logprobs.split(depths)):
                 total = lambda path: sum(row_logprobs[k, x].item() for k, x in enumerate(path))
                 reached = [math.exp(total(path)) for path in paths]

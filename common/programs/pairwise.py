@@ -24,11 +24,12 @@ from pathlib import Path
 
 import torch
 
-from common import dist, models
+from common import dist
 from common.batches import labelled_pairs
 from common.errors import InputError
 from common.data import chat, comparisons, files, message_columns, progress, splits
 from common.loading import pretrained
+from common.scoring import next_token
 from common.run.cli import check_flags
 from common.run.run import launch
 from common.programs import ai_feedback
@@ -92,7 +93,7 @@ def oracle(name):
             prompts = [prompt[: judge.room] for prompt in prompts]
             ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(judge.device)
             where = torch.tensor([(i, len(prompt) - 1) for i, prompt in enumerate(prompts)]).T
-            logprobs = models.next_token_logprobs(judge.model, ids, where.to(judge.device))[:, letters]
+            logprobs = next_token.logprobs(judge.model, ids, where.to(judge.device))[:, letters]
             p_first.append(torch.where(fits, logprobs.double().softmax(1)[:, 0].cpu(), 0.5))
         return ((p_first[0] + 1 - p_first[1]) / 2).logit(eps=1e-12).tolist()
 
