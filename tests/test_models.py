@@ -802,11 +802,14 @@ def test_one_rounding_of_the_outputs_may_exceed_a_thousandth_of_the_effect_of_po
     ],
 )
 def test_rows_of_ppo_are_those_that_all_models_support_and_the_flags_allow(supported, flags, want, monkeypatch):
-    monkeypatch.setattr(checks, "packs", lambda model: model != "neither")
-    monkeypatch.setattr(checks, "shares_prompts", lambda model, max_length: model == "both")
+    monkeypatch.setattr(checks, "packs", lambda model: model.supports != "neither")
+    monkeypatch.setattr(checks, "shares_prompts", lambda model, max_length: model.supports == "both")
     args = types.SimpleNamespace(packing=flags[0], share_prompt=flags[1], max_length=64)
-    frozen = lora.FrozenBase.__new__(lora.FrozenBase)
-    checks.fit_rows(args, [frozen if model == "frozen base" else model for model in supported])
+    made = []
+    for support in supported:
+        made.append(lora.FrozenBase.__new__(lora.FrozenBase) if support == "frozen base" else torch.nn.Module())
+        vars(made[-1])["supports"] = support
+    checks.fit_rows(args, made)
     assert (args.packing, args.share_prompt) == want
 
 
