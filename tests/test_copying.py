@@ -1,6 +1,10 @@
 """Copy an algorithm into another project: the part of its script above the program, with the kit (seven files
 of common/), runs its whole loop on a plain transformers model and a custom reward, and learns."""
 
+import ast
+import builtins
+import dis
+import inspect
 import json
 import re
 import shutil
@@ -153,3 +157,22 @@ def test_a_copied_algorithm_learns_on_a_plain_model(name, tmp_path):
     values = json.loads(ended.out.splitlines()[-1])
     print(name, [round(value, 3) for value in values])
     assert (values[-2] + values[-1]) / 2 > (values[0] + values[1]) / 2 + 0.1
+
+
+@pytest.mark.parametrize("script, variant", [*((name, "") for name in LOOPS), ("sft", "hir"), ("ppo", "grpo"),
+                                             ("dpo_iterative", "cpl")])  # fmt: skip
+def test_what_is_copied_uses_no_name_of_the_program(script, variant, tmp_path):
+    source = (ROOT / f"{script}.py").read_text()
+    if variant:
+        source = inspect.getsource(processes.patched(script, variant, tmp_path))
+    tree = ast.parse(algorithm_of(source))
+    bound = {alias.asname or alias.name for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)
+             for alias in node.names}  # fmt: skip
+    bound |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    bound |= {target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets}
+
+    def read_in(code):
+        names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+        return names.union(*(read_in(inner) for inner in code.co_consts if inspect.iscode(inner)))
+
+    assert not read_in(compile(tree, script, "exec")) - bound - set(dir(builtins))
