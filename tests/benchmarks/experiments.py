@@ -340,6 +340,7 @@ GROUPS = {
             Claim("PPO", row=3, label="PPO"),
             Claim("`--safety-scorer`", row=3, label="with the gate, a safety model that rejection sampling did not have"),
         ),
+        seeds=10,
     ),
     "rehearsal": Group(  # PPO sees four commands; the other four are the forget set
         {
