@@ -297,6 +297,7 @@ def check(args):
         ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
         ("label_smoothing", 0 <= args.label_smoothing < 0.5, "0 or more, below 0.5"),
         ("max_length", fits, "more than --max-new-tokens"),
+        ("offline_pairs", args.offline_data or not args.offline_pairs, "also --offline-data"),
     )
 
 
@@ -334,6 +335,8 @@ def load_data(args, tokenizer, samples):
 def plan_of(offline, n_prompts, prompts, args) -> str:
     """Describe how many prompts, responses and steps the run will take, for its first lines."""
     plan = f"{len(offline):,} offline pairs; " if offline else ""
+    if not args.iterations:
+        return plan + f"{args.epochs:g} epochs on them"
     plan += f"{args.iterations} iterations of {n_prompts:,} of {len(prompts):,} prompts, "
     plan += f"{args.n_samples} responses and at most one pair each; "
     return plan + f"{args.epochs:g} epochs on an iteration's pairs"
@@ -342,7 +345,8 @@ def plan_of(offline, n_prompts, prompts, args) -> str:
 def why_none(dropped, iteration) -> str:
     """Explain why no prompt gave a pair."""
     reasons = "in {same} all responses, or best and worst, are the same; in {tied} all have one score; "
-    reasons += "in {unfinished} the best did not end within --max-new-tokens, is empty or has a special token"
+    reasons += "in {unfinished} the best did not end within --max-new-tokens (raise it, or let sft.py teach "
+    reasons += "the model to end), is empty or has a special token"
     return f"iteration {iteration}: no pair in {sum(dropped.values())} prompts: {reasons.format(**dropped)}"
 
 

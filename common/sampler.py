@@ -685,7 +685,10 @@ def main(args: Args):
 def _load(kind, name):
     """Load (model, tokenizer) from a folder, run or hub name; kind: the transformers class to load."""
     path = Path(name, "model") if Path(name, "model", "config.json").exists() else name
-    model = kind.from_pretrained(path).to(torch.accelerator.current_accelerator(True) or "cpu")
+    model, info = kind.from_pretrained(path, output_loading_info=True)
+    if info["missing_keys"]:  # they would be random
+        raise ValueError(f"{name} lacks {', '.join(sorted(info['missing_keys']))}: a model of another kind?")
+    model = model.to(torch.accelerator.current_accelerator(True) or "cpu")
     model.config.pad_token_id = None  # read scores at the last token, even if it is the padding id
     return model, transformers.AutoTokenizer.from_pretrained(path)
 

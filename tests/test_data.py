@@ -183,6 +183,18 @@ def test_comparisons_without_scores_are_kept_by_a_score_gap_and_counted(tokenize
     assert "--min-score-gap: 2 of 4 comparisons have no scores and are kept" in capsys.readouterr().out
 
 
+def test_a_folder_is_refused_if_some_of_its_files_would_not_be_read(tmp_path):
+    """datasets takes train.jsonl as the training split, and then leaves out files without a split's name."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name in ("train", "test"):
+        write(folder / f"{name}.jsonl", [{"prompt": f"copy {name}", "completion": "ant"}])
+    assert [row.data["prompt"] for row in mixtures.load_rows(str(folder), "sft")] == ["copy train"]
+    write(folder / "more.jsonl", [{"prompt": "copy cat", "completion": "cat"}])
+    with pytest.raises(InputError, match="rows: the folder's files more.jsonl would not be read. Name files"):
+        mixtures.load_rows(str(folder), "sft")
+
+
 IMAGE = {**user(""), "content": [{"type": "text", "text": "a"}, {"type": "image", "url": "x"}]}
 
 
@@ -505,6 +517,9 @@ def test_lines_of_a_text_file_are_prompts_or_text_and_no_demonstrations(tokenize
     for kind, name in (("prompts", "prompt"), ("text", "text")):
         rows = mixtures.load_rows(str(tmp_path / "r.txt"), kind)
         assert rows == [Row("r.txt:1", {name: "copy ant"}), Row("r.txt:3", {name: "first owl"})]
+    empty = write(tmp_path / "empty.jsonl", [{"prompt": None, "completion": "b"}])
+    with pytest.raises(InputError, match=r"match no format of SFT rows \(empty: \[prompt\]\)"):
+        demonstrations.load_sft(empty, "train", byte_tokenizer(), 500)
     with pytest.raises(InputError, match=r"columns \['text'\] match no format of SFT rows.*--columns old=new"):
         demonstrations.load_sft(str(tmp_path / "r.txt"), tokenizer, 64)
 

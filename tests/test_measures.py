@@ -35,6 +35,13 @@ def pair(difference, **more):
     return row(difference, 0.0, **more)
 
 
+def test_samples_from_before_training_are_not_printed_as_results(capsys):
+    sample = {"prompt": [{"role": "user", "content": "copy ant"}]}
+    whens = [{**sample, "when": when, "response": when} for when in ("before", "before", "after", "after")]
+    logs.print_results({}, {}, (), whens)
+    assert capsys.readouterr().out.splitlines() == ["  'copy ant' -> 'after'"] * 2
+
+
 @pytest.mark.parametrize(
     "key, change, before, after, words",
     [

@@ -726,6 +726,16 @@ def test_the_references_log_probabilities_have_the_rollouts_temperature():
     assert row["kl/per_response"] == pytest.approx(0, abs=1e-5)
 
 
+def test_equal_rewards_teach_nothing_but_one_response_alone_is_learnt():
+    learners = policy(), scorer()
+    agent = ppo.Agent(*learners, policy(), TOKENIZER, *(SGD(model.parameters(), lr=0.1) for model in learners))
+    scores = lambda sampled: torch.ones(len(sampled))
+    one, two = (make_args(missing_eos_penalty=0.0, minibatch_size=n, n_samples=n) for n in (1, 2))
+    ppo.run_iteration(agent, [REST], scores, ppo.fresh_state(), 1, one)
+    with pytest.raises(NothingToLearn, match="all responses have the same reward"):
+        ppo.run_iteration(agent, [REST], scores, ppo.fresh_state(), 1, two)
+
+
 @pytest.mark.parametrize("scores", [torch.tensor([1.0, math.nan]), torch.ones(1), torch.ones(2, 1)])
 def test_scores_that_are_not_one_finite_number_per_response_leave_no_trace(scores):
     learners = policy(), scorer()
@@ -1211,8 +1221,9 @@ def test_rehearsal_is_logged_and_its_prompts_can_be_excluded_from_rollouts(small
 @pytest.mark.parametrize(
     "words, options",
     [
-        (["--minibatch-size 48", "128 responses", "try 16"], {"minibatch_size": 48}),
-        (["--minibatch-size 129", "128 responses"], {"minibatch_size": 129}),
+        (["--minibatch-size 48", "128 responses", "try 32"], {"minibatch_size": 48}),  # the largest below it
+        (["--minibatch-size 129", "128 responses", "try 128"], {"minibatch_size": 129}),
+        (["--safety-threshold 0.3", "--safety-scorer"], {"safety_threshold": 0.3}),
         (["--minibatch-size 0"], {"minibatch_size": 0}),
         (["--temperature 0", "greedy"], {"temperature": 0.0}),
         (["--top-p 0"], {"top_p": 0.0}),

@@ -268,6 +268,27 @@ def test_own_data_or_models_require_a_data_set_of_their_own(runs, name, argv, sa
     parse(recipes, [*argv.split(), "--dataset", "tiny"])  # one who means it can say so
 
 
+@pytest.mark.parametrize("name", ["ppo", "rejection_sampling", "dpo_iterative", "common.programs.evaluate"])
+@pytest.mark.parametrize("there, refused", [(None, True), ("a", True), ("other", False)])
+def test_the_tiny_worlds_reward_model_does_not_score_other_models_by_default(runs, name, there, refused):
+    """a is a run from tiny, other is not; each may lie in runs/reward, the default of --scorer."""
+    module = importlib.import_module(name)
+    recipes = getattr(module, "RECIPES", {"rows": ("", module.Args())})
+    Path("mine").mkdir()
+    write_json("mine/config.json", {"vocab_size": 500})
+    Path("runs").mkdir()
+    if there:
+        Path(there).rename("runs/reward")
+    model = ["--policies", "mine", "--reference", "mine"] if "evaluate" in name else ["--model", "mine"]
+    argv = [*model, "--dataset", "rows.jsonl"]
+    if refused:
+        with pytest.raises(InputError, match="mine and --scorer runs/reward, the default, from the tiny world. Name a"):
+            parse(recipes, argv)
+    else:
+        parse(recipes, argv)
+    parse(recipes, [*argv, "--scorer", "runs/reward"])  # one who means it can say so
+
+
 def test_help_shows_the_defaults_of_the_recipe_that_the_command_would_take(runs, capsys):
     recipes = importlib.import_module("ppo").RECIPES
     for argv in (["--model", "other", "--help"], ["base", "-h"], ["--help"]):
@@ -537,6 +558,17 @@ def test_overwrite_refuses_when_an_input_lies_inside(name, relative, tmp_path, m
         assert find_run(args) is None
     args = Inputs(output_dir=str(folder), resume=True, **{name: path("run/versions/1")})
     assert find_run(args) == "finished"  # nothing is removed then
+
+
+def test_a_finished_run_of_another_command_is_not_taken_for_this_ones_result(tmp_path, capsys):
+    leave(tmp_path, *FINISHED)
+    old = {"model": "tiny", "reference": "sft", "output_dir": str(tmp_path)}
+    write_json(tmp_path / "args.json", {"stage": "ppo", "args": old})
+    args = Inputs(model="other", output_dir=str(tmp_path), resume=True)
+    assert find_run(args, "ppo") == "finished"
+    assert "already finished, by ppo; changed and not used: model: 'tiny' -> 'other'\n" in capsys.readouterr().out
+    with pytest.raises(InputError, match="was finished by ppo, not by sft. Use another --output-dir"):
+        find_run(args, "sft")
 
 
 FORMS = [

@@ -100,7 +100,7 @@ def test_the_kit_imports_nothing_but_itself_and_keeps_its_budget():
     # rows 1; PPO's responses share their prompt 35; CUDA graphs 56; weights between bfloat16's numbers 20; what a
     # copy may hand over and is checked 10; less 26, since comparisons are batches of documents, and 81 that only programs
     # need
-    assert sum(n_code_lines(FILES[file]) for file in test_copying.KIT) <= 1340
+    assert sum(n_code_lines(FILES[file]) for file in test_copying.KIT) <= 1343
     assert {name for name in FILES if not folder(name)} == set(test_copying.KIT)
 
 
@@ -134,5 +134,6 @@ def test_scripts_and_common_keep_their_budgets_of_code_lines():
     # the sampler's distribution against the trained one in DPO 16, prompts shared by PPO 39, CUDA graphs 58, e(x)'s
     # correlation with r 2, weights between bfloat16's numbers 20, V in the units of normalised rewards 16; less 27,
     # since comparisons are batches of documents, 22 for the first RewardBench's sections, and 40 for prompts dealt
-    # in one way and two baselines of reward models (copying, ROUGE-L), less what a copy may hand over and is checked
-    assert sum(map(n_code_lines, FILES.values())) <= 6463
+    # in one way and two baselines of reward models (copying, ROUGE-L), of which 40 are spent on
+    # what a copy may hand over, folders read in part, finished runs of other commands and the tiny world's reward model
+    assert sum(map(n_code_lines, FILES.values())) <= 6503

@@ -36,7 +36,9 @@ class WrongColumns(ValueError):
     """A row whose columns fit no format of its kind. wanted: examples of rows that fit, for the message."""
 
     def __init__(self, row, kind):
-        super().__init__(f"columns {columns(row)} match no format of {kind} rows")
+        empty = [name for name, cell in row.items() if cell in (None, "")]
+        why = f" (empty: {columns(empty)})" if empty else ""
+        super().__init__(f"columns {columns(row)} match no format of {kind} rows{why}")
         examples = " or ".join(EXAMPLES[kind].splitlines())
         self.wanted = f"; expected {examples}; rename columns with --columns old=new"
 
@@ -197,7 +199,7 @@ def read_file(path: Path):
         line = place + error.object.count(b"\n", 0, error.start)
         raise InputError(f"{path}:{line}: not UTF-8. Save it as UTF-8 (a spreadsheet as CSV UTF-8)") from None
     except BROKEN as error:
-        raise InputError(f"{path}:{place}: not valid {kind} ({error}). Correct or remove it") from None
+        raise InputError(f"{path}:{place}: no row of {kind} ({error}). Correct or remove it") from None
 
 
 def _rows(file, suffix):

@@ -155,7 +155,10 @@ def _read(source, name, items, kind, split):
         name, _, part = source.removesuffix("]").partition("[")
         config, _, part = part.rpartition("/")
         try:
+            _check_folder(source, datasets.load_dataset_builder(name, config or None).config.data_files)
             rows = enumerate(datasets.load_dataset(name, config or None, split=part or split), 1)
+        except InputError:
+            raise
         except Exception as error:  # no such name, no such split, no network, ...
             raise InputError(f"{_flag(source)}: no such file, and the hub failed: {error}") from error
     if kind == "prompts" and path.suffix.lower() == ".txt":
@@ -168,6 +171,17 @@ def _read(source, name, items, kind, split):
         values, used = read_as(row.data)
         made.append(Row(row.where, values, frozenset(conditions | used)))
     return made
+
+
+def _check_folder(source, read):
+    """Raise InputError if datasets reads only some files of a local folder: it goes by their names.
+
+    read: {split: paths of its files}."""
+    paths = {Path(path).resolve() for some in (read or {}).values() for path in some}
+    there = [path for path in sorted(Path(source).rglob("*")) if path.name.lower().endswith(formats.SUFFIXES)]
+    if missing := [path.name for path in there if path.suffix != ".txt" and path.resolve() not in paths]:
+        why = f"the folder's files {', '.join(missing[:3])} would not be read. Name files: A.jsonl,B.jsonl"
+        raise InputError(f"{_flag(source)}: {why}")
 
 
 def _select(rows, items, source):

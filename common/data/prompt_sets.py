@@ -16,10 +16,10 @@ def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None, reads=()) 
 
     grade: function of a row's data. Of several rows with the same prompt, the one with the highest value is
       used; None: the first one.
-    reads: further columns that the caller reads."""
+    reads: further columns that the caller reads, so that they are not reported as ignored; None: all."""
 
     def turns_of(row):
-        for name in ("category", *reads):  # Prompt.category reads the first one later
+        for name in ("category", *(row.data if reads is None else reads)):  # Prompt.category reads it later
             row.data.get(name)
         if row.data.get("is_safety") not in (None, False, True):
             raise formats.unreadable("is_safety", row.data["is_safety"], "neither true nor false")
@@ -49,7 +49,9 @@ def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None, reads=()) 
 
 def train_and_held_out(args, tokenizer) -> tuple[list[Prompt], list[Prompt]]:
     """Load a script's (training, held-out) prompts that leave room for --max-new-tokens in --max-length."""
-    load = partial(load_prompts, tokenizer=tokenizer, max_tokens=args.max_length - args.max_new_tokens)
+    room = args.max_length - args.max_new_tokens
+    reads = None if ":" in args.scorer else ()  # a function gets the whole row
+    load = partial(load_prompts, tokenizer=tokenizer, max_tokens=room, reads=reads)
     # With --offline-data, a pair is shown as the example instead of a prompt
     shown_by = None if getattr(args, "offline_data", None) else tokenizer
     return splits.train_and_held_out(args.dataset, args.eval_dataset, load, shown_by)

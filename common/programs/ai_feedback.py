@@ -66,6 +66,8 @@ def load_principles(args) -> list[str]:
     """Read the principles, one per line, from --constitution or, without that flag, from TEXTS.
 
     Raises InputError if the file has no principle."""
+    if args.constitution and not Path(args.constitution).is_file():
+        raise InputError(f"--constitution {args.constitution}: there is no such file")
     text = Path(args.constitution).read_text("utf-8-sig") if args.constitution else TEXTS["principles"]
     principles = [line.strip() for line in text.splitlines() if line.strip()]
     if not principles:

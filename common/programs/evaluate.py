@@ -130,7 +130,8 @@ def read_policies(args) -> tuple[dict[str, str], object]:
     there = [path for path in QUICKSTART if path == "tiny" or Path(path, "summary.json").exists()]
     paths = named(args.policies or there, "--policies")
     if args.reference not in paths:
-        raise InputError(f"--reference {args.reference}: not one of the policies {', '.join(paths)}")
+        wanted = f"which the others are compared with, is not one of the policies {', '.join(paths)}"
+        raise InputError(f"--reference {args.reference}, {wanted}. Name one of them.")
     models = [path for path in paths.values() if path != "dataset"] or ["tiny"]
     tokenizers = []
     for path in models:
@@ -170,7 +171,8 @@ def read_prompts(args, tokenizer, answered) -> list[tuple]:
 
     room = args.max_length - args.max_new_tokens
     grade = score_of_answer if answered else None
-    prompts = prompt_sets.load_prompts(args.dataset, args.split, tokenizer, room, grade, ["turns"])
+    reads = None if ":" in args.scorer else ["turns"]  # a function gets the whole row
+    prompts = prompt_sets.load_prompts(args.dataset, args.split, tokenizer, room, grade, reads)
     pairs = mapping.map_rows(prompts, with_answer, args.dataset)
     return mixtures.random_subset(pairs, args.eval_prompts, lambda pair: pair[0].key)
 

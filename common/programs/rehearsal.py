@@ -137,6 +137,8 @@ def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
     scores = values if args.criterion == "score" else [-value for value in values]
     chosen = select(embeddings, scores, usable, args.clusters, args.per_cluster, args.seed)
     chosen = dist.gather([chosen])[0]  # rank 0's choice: k-means may round differently on other ranks
+    if dist.is_main():
+        print(f"{sum(usable)} of {len(usable)} responses are usable, {args.per_cluster} per cluster at most")
     row = lambda i: {"prompt": prompts[i].turns, "completion": responses[i].text}
     return [{**row(i), "cluster": cluster, args.criterion: values[i]} for cluster, i in chosen]
 

@@ -49,9 +49,9 @@ WORSE = [  # (metric, end of the interval of its paired difference that shows th
 
 
 def print_results(before: dict, after: dict, shown, samples: list[dict]):
-    """Print the last three samples, the metrics `shown` before and after training, and a warning for each
-    held-out metric that became worse. All other results are in summary.json."""
-    for sample in [sample for sample in samples if "response" in sample][-3:]:
+    """Print the last three samples after training, the metrics `shown` before and after it, and a warning for
+    each held-out metric that became worse. All other results are in summary.json."""
+    for sample in [x for x in samples if "response" in x and x.get("when") != "before"][-3:]:
         gold = f"  gold {sample['gold']:.1f} of {sample['perfect']:.1f}" if "gold" in sample else ""
         print(f"  {sample['prompt'][-1]['content'][:60]!r} -> {sample['response'][:80]!r}{gold}")
     for key in [key for key in shown if key in after]:

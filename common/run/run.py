@@ -124,7 +124,7 @@ class Run:
         mixtures.sources_of(args)
         if check:
             check(args)
-        self.status = None if splits.n_shown else find_run(args)  # --preview touches no run directory
+        self.status = None if splits.n_shown else find_run(args, stage)  # --preview touches no run directory
         self.finished = self.status == "finished"
         self.resumed = self.status == "resume"
         begun = _args_of(Path(args.output_dir)).get("began") if self.resumed else None
@@ -305,9 +305,9 @@ class Run:
             print(f"wrote {self.folder}/model ({str(self.dtype).removeprefix('torch.')}){hint}")
 
 
-def find_run(args) -> str | None:
+def find_run(args, stage="") -> str | None:
     """Decide what to do with `args.output_dir`: "finished" (nothing is left to do), "resume", or None (start
-    a new run). Changes nothing.
+    a new run). Changes nothing. stage: of this command, which a finished run must have too; "": any.
 
     Raises InputError if a run is there and neither --overwrite nor --resume is given, or if the files to be
     replaced are not those of a run, or are inputs of this one."""
@@ -323,8 +323,14 @@ def find_run(args) -> str | None:
     there = [(folder / name).exists() for name in ("summary.json", "model", *RESUMABLE)]
     finished, has_model, *begun = dist.gather([there])[0]  # rank 0 decides for all
     if finished and args.resume:
+        by = before.get("stage", "another program")
+        if stage and by != stage:
+            raise InputError(f"{folder} was finished by {by}, not by {stage}. Use another --output-dir.")
         if dist.is_main():
-            print(f"{folder} is already finished, by {before.get('stage', 'another program')}")
+            old = before.get("args", {})
+            now = {name: x for name, x in vars(args).items() if isinstance(x, str | tuple) and name in old}
+            changed = [f"{x}: {old[x]!r} -> {now[x]!r}" for x in now if old[x] not in (now[x], [*now[x]])]
+            print(f"{folder} is already finished, by {by}", *changed, sep="; changed and not used: ")
         return "finished"
     if (finished or has_model or any(begun)) and not (args.resume or args.overwrite):
         what = "an unfinished run (--resume continues it)" if any(begun) else "a model but no summary.json"

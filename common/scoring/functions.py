@@ -16,6 +16,7 @@ import copy
 import functools
 import importlib
 import itertools
+import math
 import os
 import re
 import runpy
@@ -134,10 +135,14 @@ def _call(term, batch) -> list[dict[str, float]]:
 def _numbers(values) -> list[float]:
     """Convert a function's result to floats: a list, an array, a tensor, or anything else with an order.
 
-    Raises TypeError for text, and for sets and mappings, because their order says nothing."""
+    Raises TypeError for text, and for sets and mappings, because their order says nothing, and ValueError for
+    numbers that are not finite."""
     if isinstance(values, str | bytes | bytearray | Set | Mapping):
         raise TypeError(f"expected a list, not a {type(values).__name__}")
     values = [x.item() if hasattr(x, "item") else x for x in values]  # elements of tensors and arrays
     if any(isinstance(x, str | bytes) for x in values):  # float("1") would hide the mistake
         raise TypeError("expected numbers, not text")
-    return [float(x) for x in values]
+    numbers = [float(x) for x in values]
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError("not all numbers are finite")
+    return numbers
