@@ -191,7 +191,7 @@ def test_a_folder_is_refused_if_some_of_its_files_would_not_be_read(tmp_path):
         write(folder / f"{name}.jsonl", [{"prompt": f"copy {name}", "completion": "ant"}])
     assert [row.data["prompt"] for row in mixtures.load_rows(str(folder), "sft")] == ["copy train"]
     write(folder / "more.jsonl", [{"prompt": "copy cat", "completion": "cat"}])
-    with pytest.raises(InputError, match="rows: the folder's files more.jsonl would not be read. Name files"):
+    with pytest.raises(InputError, match="rows: more.jsonl would not be read. Name files"):
         mixtures.load_rows(str(folder), "sft")
 
 

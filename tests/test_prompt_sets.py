@@ -304,7 +304,7 @@ def test_a_model_that_ranks_cannot_share_is_an_input_error(tmp_path, monkeypatch
 
 
 def test_too_many_new_tokens_for_the_policys_positions_is_an_input_error(policy, prompts):
-    with pytest.raises(InputError, match="128 positions: this model cannot be sampled"):
+    with pytest.raises(InputError, match="128 positions: nothing can be sampled"):
         responses.sample_responses(policy, TOKENIZER, prompts, max_new_tokens=124)
 
 

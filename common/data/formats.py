@@ -199,7 +199,7 @@ def read_file(path: Path):
         line = place + error.object.count(b"\n", 0, error.start)
         raise InputError(f"{path}:{line}: not UTF-8. Save it as UTF-8 (a spreadsheet as CSV UTF-8)") from None
     except BROKEN as error:
-        raise InputError(f"{path}:{place}: no row of {kind} ({error}). Correct or remove it") from None
+        raise InputError(f"{path}:{place}: not valid {kind} ({error}). Correct or remove it") from None
 
 
 def _rows(file, suffix):

@@ -155,7 +155,8 @@ def _read(source, name, items, kind, split):
         name, _, part = source.removesuffix("]").partition("[")
         config, _, part = part.rpartition("/")
         try:
-            _check_folder(source, datasets.load_dataset_builder(name, config or None).config.data_files)
+            if Path(name).is_dir():
+                _check_folder(name, datasets.load_dataset_builder(name, config or None).config.data_files)
             rows = enumerate(datasets.load_dataset(name, config or None, split=part or split), 1)
         except InputError:
             raise
@@ -173,15 +174,14 @@ def _read(source, name, items, kind, split):
     return made
 
 
-def _check_folder(source, read):
+def _check_folder(folder, read):
     """Raise InputError if datasets reads only some files of a local folder: it goes by their names.
 
     read: {split: paths of its files}."""
-    paths = {Path(path).resolve() for some in (read or {}).values() for path in some}
-    there = [path for path in sorted(Path(source).rglob("*")) if path.name.lower().endswith(formats.SUFFIXES)]
+    paths = {Path(path).resolve() for of_split in (read or {}).values() for path in of_split}
+    there = [path for path in sorted(Path(folder).rglob("*")) if path.name.lower().endswith(formats.SUFFIXES)]
     if missing := [path.name for path in there if path.suffix != ".txt" and path.resolve() not in paths]:
-        why = f"the folder's files {', '.join(missing[:3])} would not be read. Name files: A.jsonl,B.jsonl"
-        raise InputError(f"{_flag(source)}: {why}")
+        raise InputError(f"{folder}: {', '.join(missing[:3])} would not be read. Name files: A.jsonl,B.jsonl")
 
 
 def _select(rows, items, source):

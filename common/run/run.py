@@ -323,14 +323,14 @@ def find_run(args, stage="") -> str | None:
     there = [(folder / name).exists() for name in ("summary.json", "model", *RESUMABLE)]
     finished, has_model, *begun = dist.gather([there])[0]  # rank 0 decides for all
     if finished and args.resume:
-        by = before.get("stage", "another program")
-        if stage and by != stage:
-            raise InputError(f"{folder} was finished by {by}, not by {stage}. Use another --output-dir.")
+        program = before.get("stage", "another program")
+        if stage and program != stage:
+            raise InputError(f"{folder} was finished by {program}, not by {stage}. Use another --output-dir.")
         if dist.is_main():
             old = before.get("args", {})
-            now = {name: x for name, x in vars(args).items() if isinstance(x, str | tuple) and name in old}
-            changed = [f"{x}: {old[x]!r} -> {now[x]!r}" for x in now if old[x] not in (now[x], [*now[x]])]
-            print(f"{folder} is already finished, by {by}", *changed, sep="; changed and not used: ")
+            new = {name: x for name, x in vars(args).items() if isinstance(x, str | tuple) and name in old}
+            changed = [f"{x}: {old[x]!r} -> {new[x]!r}" for x in new if old[x] not in (new[x], [*new[x]])]
+            print("; changed and not used: ".join([f"{folder} is already finished, by {program}", *changed]))
         return "finished"
     if (finished or has_model or any(begun)) and not (args.resume or args.overwrite):
         what = "an unfinished run (--resume continues it)" if any(begun) else "a model but no summary.json"

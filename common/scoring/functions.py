@@ -142,7 +142,7 @@ def _numbers(values) -> list[float]:
     values = [x.item() if hasattr(x, "item") else x for x in values]  # elements of tensors and arrays
     if any(isinstance(x, str | bytes) for x in values):  # float("1") would hide the mistake
         raise TypeError("expected numbers, not text")
-    numbers = [float(x) for x in values]
-    if not all(map(math.isfinite, numbers)):
+    values = [float(x) for x in values]
+    if not all(map(math.isfinite, values)):
         raise ValueError("not all numbers are finite")
-    return numbers
+    return values
