@@ -624,6 +624,7 @@ GROUPS = {
                 Claim(f"`--ptx-coef {c}`", "`--ptx-coef 0`", row=12, says="no less", label=f"true reward with {c}"),
             )
         ),
+        seeds=10,
     ),  # fmt: skip
     "whitening": Group(  # rewards as they are deviate by about 2.3: so much larger are all settings in their unit
         {
