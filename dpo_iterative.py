@@ -39,12 +39,13 @@ from common.batches import Comparison, my_comparison_batches, of_each_comparison
 from common.losses import dpo_loss, length_penalty
 
 # Needed only by the program around the algorithm: data, runs, evaluation, checkpoints
+from common.batches import turns_key
 from common.data import comparisons, prompt_sets, splits
 from common.loading import checks, pretrained
 from common.scoring import functions, scorers
 from common.scoring.version_evaluation import DPOEvaluation
 from common.run import cli, plots
-from common.run.pool import Pool, candidates, pairing_metrics, responses_of, rows_of, write_pairs
+from common.run.pool import Pool, pairing_metrics, responses_of, rows_of, write_pairs
 from common.run.run import Run, launch
 from common.run.versions import Versions
 
@@ -351,8 +352,11 @@ def why_none(dropped, iteration) -> str:
 
 
 def new_pairs_of(pool, prompts, iteration, args):
-    """Pair the pool's responses of one iteration to its prompts (best_against_worst)."""
-    rows = candidates(pool.rows, prompts, iteration)
+    """Pair the pool's responses of one iteration to these prompts (best_against_worst), in the order in which
+    they were sampled."""
+    keys = {prompt.key for prompt in prompts}
+    rows = [row for row in pool.rows if row["iteration"] == iteration and turns_key(row["prompt"]) in keys]
+    rows.sort(key=lambda row: row["chunk"])
     return best_against_worst(responses_of(rows, prompts), [row["score"] for row in rows], iteration, args)
 
 
@@ -387,7 +391,6 @@ def main(args: Args):
     pool_rows = rows_of(run)  # not empty if the run is resumed
     equal_share = max(1, len(prompts) // max(1, args.iterations))
     n_prompts = min(args.prompts_per_iteration or equal_share, len(prompts))
-    in_order = [prompts[i] for i in dist.shuffled(len(prompts), args.seed, "prompts", 0)]
 
     # models, sharded over ranks: the oracle stays in memory, policies and reference are loaded when needed
     scorer = None
@@ -413,7 +416,7 @@ def main(args: Args):
         latest = versions.path(iteration - 1)
         pairs = offline if iteration == 1 else []
         if args.iterations:
-            # 1. sample responses to new prompts from the newest policy, into the pool
+            # 1. sample responses to the prompts used least from the newest policy, into the pool
             fresh = prompt_sets.least_used(prompts, n_prompts, pool.uses_before(iteration), args.seed)
             pool.sample(samplers(versions, iteration, args), fresh, iteration, versions)
             run.lap("sample")
@@ -423,7 +426,7 @@ def main(args: Args):
             run.lap("score")
 
             # 3. pair the best response to each prompt with the worst
-            new_pairs, dropped = new_pairs_of(pool, in_order, iteration, args)
+            new_pairs, dropped = new_pairs_of(pool, prompts, iteration, args)
             pairs = pairs + new_pairs
             row = {**pool.parts, **pairing_metrics(pool.rows, new_pairs, dropped, iteration)}
             if not pairs:  # nothing to learn: the next version equals this one
@@ -438,7 +441,7 @@ def main(args: Args):
         pairs_by[iteration] = pairs
         for i in iterations:
             if i not in pairs_by:  # made before the run was resumed: make them again
-                again, _ = new_pairs_of(pool, in_order, i, args)
+                again, _ = new_pairs_of(pool, prompts, i, args)
                 pairs_by[i] = offline + again if i == 1 else again
             if (i, pi_0) not in with_pi_0:
                 ref_logprobs = versions.ask(pi_0, pair_logprobs, pairs_by[i], args)

@@ -406,10 +406,10 @@ def run_iteration(
     extra_of: function of the policy's step number that returns {"ptx" or "rehearsal": documents} for the
       optional losses.
     lap: function called with the name of each of the four steps when it is done.
-    Returns (Rollout, {metric: number}). Raises NothingToLearn if all rewards are equal, or if no response
-    ended and there is a penalty for that, Diverged if the KL exceeds --max-kl, NotFinite if a loss or
-    gradient is not finite, InputError if the policy cannot be sampled, ValueError if scores are not finite or
-    a prompt and its response do not fit into --max-length."""
+    Returns (Rollout, {metric: number}). Raises NothingToLearn if no response ended and there is a penalty for
+    that, Diverged if the KL exceeds --max-kl, NotFinite if a loss or gradient is not finite, InputError if
+    the policy cannot be sampled, ValueError if scores are not finite or a prompt and its response do not fit
+    into --max-length."""
     # 1. sample: n responses to each prompt. Ranks sample different prompts, then exchange the responses
     seed = dist.seed_of(args.seed, "rollout", iteration)
     options = {"n": args.n_samples, "temperature": args.temperature, "top_p": args.top_p}
@@ -431,8 +431,6 @@ def run_iteration(
         raise ValueError(f"expected {len(finished)} finite scores, got {rollout.scores}")
     normalised = normalise(rollout.scores, state["score_statistics"], args.reward_norm)
     rollout.response_rewards = normalised - args.missing_eos_penalty * (~finished).float()
-    if len(sampled) > 1 and rollout.response_rewards.max() == rollout.response_rewards.min():
-        raise NothingToLearn(f"iteration {iteration}: all responses have the same reward")
     lap("score")
 
     # 3. estimate: log pi_old, log pi_0 and V of each response token, then KL penalty, GAE and whitening. The

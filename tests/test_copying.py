@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, models as kinds, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 from algorithm import *
 from common import batches, dist, models, responses
+from common.loading import checks
 
 torch.manual_seed(0)
 device = dist.setup()
@@ -106,6 +107,7 @@ args = Args(max_length=64, max_new_tokens=10, n_samples=16, minibatch_size=32, e
             value_warmup_steps=0, missing_eos_penalty=0.0)
 policy, reference, value = load(), load(), load(LlamaForSequenceClassification)
 reference.load_state_dict(policy.state_dict())
+checks.fit_rows(args, [policy, value])
 optimizers = dist.adamw(policy, 1e-3, args), dist.adamw(value, 1e-3, args)
 agent = Agent(policy, value, reference.requires_grad_(False), tokenizer, *optimizers)
 state = fresh_state()
@@ -143,11 +145,13 @@ def algorithm_of(script):
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_copied_algorithm_learns_on_a_plain_model(name, tmp_path):
     """The kit's folder may have another name and place, as in half of the cases."""
-    kit = "common" if name in ("sft", "advantage_model", "ppo") else "mine.kit"
+    kit = "common" if name in ("sft", "advantage_model", "dpo_iterative") else "mine.kit"
     folder = tmp_path / kit.replace(".", "/")
     folder.mkdir(parents=True)
     for file in KIT:
         shutil.copy(ROOT / "common" / f"{file}.py", folder)
+    (folder / "loading").mkdir()
+    shutil.copy(ROOT / "common" / "loading" / "checks.py", folder / "loading")
     report = "\nimport json\nprint(json.dumps(values))\n"
     files = {"algorithm": algorithm_of((ROOT / f"{name}.py").read_text()), "loop": PLAIN + LOOPS[name] + report}
     for file, text in files.items():
@@ -172,7 +176,8 @@ def test_what_is_copied_uses_no_name_of_the_program(script, variant, tmp_path):
     bound |= {target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets}
 
     def read_in(code):
-        names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+        own = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_NAME"}  # a class's fields
+        names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")} - own
         return names.union(*(read_in(inner) for inner in code.co_consts if inspect.iscode(inner)))
 
-    assert not read_in(compile(tree, script, "exec")) - bound - set(dir(builtins))
+    assert not read_in(compile(tree, script, "exec")) - bound - set(dir(builtins)) - {"__name__", "__annotations__"}

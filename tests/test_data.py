@@ -144,7 +144,7 @@ def test_the_first_item_is_shown_as_it_is_trained_on(tokenizer, tmp_path, capsys
     sft = write(
         tmp_path / "sft.jsonl", [{"prompt": f"copy {x}", "completion": words} for x in ("ant", "owl")]
     )
-    args = SimpleNamespace(dataset=sft, eval_dataset="tiny", max_length=120, max_new_tokens=50,
+    args = SimpleNamespace(dataset=sft, eval_dataset="tiny", max_length=120, max_new_tokens=50, scorer="runs/reward",
         min_score_gap=0.0, max_pairs_per_prompt=None, balance_categories=False)  # fmt: skip
 
     def load_sft():
@@ -189,6 +189,10 @@ def test_a_folder_is_refused_if_some_of_its_files_would_not_be_read(tmp_path):
     folder.mkdir()
     for name in ("train", "test"):
         write(folder / f"{name}.jsonl", [{"prompt": f"copy {name}", "completion": "ant"}])
+    assert [row.data["prompt"] for row in mixtures.load_rows(str(folder), "sft")] == ["copy train"]
+    (folder / ".cache").mkdir()
+    for name in ("dataset_infos.json", ".cache/x.jsonl", "LICENSE.txt"):
+        (folder / name).write_text("{}")
     assert [row.data["prompt"] for row in mixtures.load_rows(str(folder), "sft")] == ["copy train"]
     write(folder / "more.jsonl", [{"prompt": "copy cat", "completion": "cat"}])
     with pytest.raises(InputError, match="rows: more.jsonl would not be read. Name files"):
@@ -518,7 +522,7 @@ def test_lines_of_a_text_file_are_prompts_or_text_and_no_demonstrations(tokenize
         rows = mixtures.load_rows(str(tmp_path / "r.txt"), kind)
         assert rows == [Row("r.txt:1", {name: "copy ant"}), Row("r.txt:3", {name: "first owl"})]
     empty = write(tmp_path / "empty.jsonl", [{"prompt": None, "completion": "b"}])
-    with pytest.raises(InputError, match=r"match no format of SFT rows \(empty: \[prompt\]\)"):
+    with pytest.raises(InputError, match=r"match no format of SFT rows \(empty: \['prompt'\]\)"):
         demonstrations.load_sft(empty, "train", byte_tokenizer(), 500)
     with pytest.raises(InputError, match=r"columns \['text'\] match no format of SFT rows.*--columns old=new"):
         demonstrations.load_sft(str(tmp_path / "r.txt"), tokenizer, 64)

@@ -85,7 +85,7 @@ PAIRED = {  # (rows, options, pairs, what is dropped)
     "the best and the worst of each prompt": (
         [row(B, "bear", -3), row(A, "ant", 1), row(A, "cat", 2), row(B, "eel", -2), row(A, "dog", 0)],
         {},
-        [("copy ant", "cat", "dog"), ("first bear cat", "eel", "bear")],  # in the order of the prompts
+        [("first bear cat", "eel", "bear"), ("copy ant", "cat", "dog")],  # in the order of the rows
         {},
     ),
     "without a penalty": (LENGTHS, {}, [("copy ant", LONG, "eel")], {}),
@@ -158,6 +158,15 @@ def test_prompts_of_ids_alone_are_told_apart_by_their_ids():
         (0, 0, 1, 1), ("ant", "cat", "dog", "eel")))]  # fmt: skip
     pairs, _ = dpo.best_against_worst(said, [2.0, 1.0, 0.0, 3.0], 1, make_args())
     assert [(pair.prompt_ids.tolist(), *pair.texts) for pair in pairs] == [([5, 6], "ant", "cat"), ([7], "eel", "dog")]
+
+
+@pytest.mark.parametrize("prompts", [[A, B], [C, B, A]])
+def test_pairs_come_in_the_order_of_sampling_whatever_prompts_were_added(prompts):
+    rows = [row(asked, word, score, chunk=chunk) for chunk, asked in ((1, A), (0, B)) for word, score in
+            (("ant", 1.0), ("cat", 0.0))]  # fmt: skip
+    rows.append(row(A, "eel", 9.0, iteration=2))
+    pairs, _ = dpo.new_pairs_of(SimpleNamespace(rows=rows), prompts, 1, make_args())
+    assert [(pair.key, *pair.texts) for pair in pairs] == [(B.key, "ant", "cat"), (A.key, "ant", "cat")]
 
 
 # -- plan_steps --------------------------------------------------------------------------

@@ -726,16 +726,6 @@ def test_the_references_log_probabilities_have_the_rollouts_temperature():
     assert row["kl/per_response"] == pytest.approx(0, abs=1e-5)
 
 
-def test_equal_rewards_teach_nothing_but_one_response_alone_is_learnt():
-    learners = policy(), scorer()
-    agent = ppo.Agent(*learners, policy(), TOKENIZER, *(SGD(model.parameters(), lr=0.1) for model in learners))
-    scores = lambda sampled: torch.ones(len(sampled))
-    one, two = (make_args(missing_eos_penalty=0.0, minibatch_size=n, n_samples=n) for n in (1, 2))
-    ppo.run_iteration(agent, [REST], scores, ppo.fresh_state(), 1, one)
-    with pytest.raises(NothingToLearn, match="all responses have the same reward"):
-        ppo.run_iteration(agent, [REST], scores, ppo.fresh_state(), 1, two)
-
-
 @pytest.mark.parametrize("scores", [torch.tensor([1.0, math.nan]), torch.ones(1), torch.ones(2, 1)])
 def test_scores_that_are_not_one_finite_number_per_response_leave_no_trace(scores):
     learners = policy(), scorer()

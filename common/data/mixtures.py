@@ -155,13 +155,11 @@ def _read(source, name, items, kind, split):
         name, _, part = source.removesuffix("]").partition("[")
         config, _, part = part.rpartition("/")
         try:
-            if Path(name).is_dir():
-                _check_folder(name, datasets.load_dataset_builder(name, config or None).config.data_files)
             rows = enumerate(datasets.load_dataset(name, config or None, split=part or split), 1)
-        except InputError:
-            raise
         except Exception as error:  # no such name, no such split, no network, ...
             raise InputError(f"{_flag(source)}: no such file, and the hub failed: {error}") from error
+        if path.is_dir() and not config:
+            _check_folder(name, datasets.load_dataset_builder(name).config.data_files)
     if kind == "prompts" and path.suffix.lower() == ".txt":
         items = [("text", "=", "prompt"), *items]
     rows = _select([Row(f"{name}:{place}", row) for place, row in rows], items, source)
@@ -175,12 +173,12 @@ def _read(source, name, items, kind, split):
 
 
 def _check_folder(folder, read):
-    """Raise InputError if datasets reads only some files of a local folder: it goes by their names.
-
-    read: {split: paths of its files}."""
+    """Raise InputError if datasets reads only some files of a local folder: it goes by their names. Hidden
+    files and those that may be metadata (.json, .txt) do not count. read: {split: paths of its files}."""
     paths = {Path(path).resolve() for of_split in (read or {}).values() for path in of_split}
-    there = [path for path in sorted(Path(folder).rglob("*")) if path.name.lower().endswith(formats.SUFFIXES)]
-    if missing := [path.name for path in there if path.suffix != ".txt" and path.resolve() not in paths]:
+    there = [path for path in sorted(Path(folder).rglob("[!.]*")) if "/." not in path.as_posix()]
+    there = [path for path in there if path.suffix.lower() in (".jsonl", ".gz", ".csv", ".parquet")]
+    if missing := [path.name for path in there if path.resolve() not in paths]:
         raise InputError(f"{folder}: {', '.join(missing[:3])} would not be read. Name files: A.jsonl,B.jsonl")
 
 

@@ -1,13 +1,13 @@
 """Check what a loaded model supports: documents that share a row, responses that share a prompt, slots.
 
-The file needs only the kit, so that it can be copied with it."""
+The file needs only the kit, so that it can be copied with it, in its folder."""
 
 import math
 from functools import partial
 
 import torch
 
-from common import batches, dist, models, sampler
+from .. import batches, dist, models, sampler
 
 WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
 

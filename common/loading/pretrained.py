@@ -43,8 +43,7 @@ def find_model(name: str) -> str:
         raise InputError(f"{name} is a run that has not finished. Run its command with --resume first")
     if path.exists():
         raise InputError(f"{name} has no config.json, so it is neither a model folder nor a run directory")
-    is_path = path.is_absolute() or name.startswith((".", "runs/")) or name.count("/") > 1 or "\\" in name
-    if is_path or "/" in name and path.parent.is_dir():  # a hub name's organisation is no folder here
+    if path.is_absolute() or name.startswith((".", "runs/")) or name.count("/") > 1 or "\\" in name:
         script = Path(__file__).parents[2] / f"{path.name}.py"
         mend = f"Create it with `python {script.name}`" if script.exists() else "Check the path"
         raise InputError(f"there is no {name}. {mend} (hub names look like organisation/model)")

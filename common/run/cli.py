@@ -147,15 +147,14 @@ def check_own_data(strange, args, argv):
     reads_prompts = getattr(args, "iterations", 1) or getattr(args, "eval_prompts", 1)  # offline DPO may not
     if strange and reads_prompts and mixtures.is_tiny(args.dataset) and "--dataset" not in names:
         mend = "Name your data with --dataset, or use --dataset tiny if you mean that."
-        if getattr(args, "offline_data", None) and not args.iterations:
-            mend += " --eval-prompts 0 needs no prompts."
+        mend += " --eval-prompts 0 needs no prompts." * (getattr(args, "iterations", 1) == 0)
         raise InputError(f"{strange} together with the tiny world's data, the default of --dataset. {mend}")
     scorer = not getattr(args, "scorers", ()) and getattr(args, "scorer", None)
     own = strange and strange.split()[0] in ("--model", "--policy", "--policies") and reads_prompts
+    own = own and "--preview" not in names and getattr(args, "criterion", "score") == "score"  # of rehearsal
     if own and scorer and "--scorer" not in names and not mixtures.is_tiny(args.dataset):
-        if _is_tiny_model(scorer) or not Path(scorer).exists():
-            why = f"{strange} and --scorer {scorer}, the default, from the tiny world"
-            raise InputError(f"{why}. Name a reward model or your own function with --scorer.")
+        if _is_tiny_model(scorer):
+            raise InputError(f"{strange}: name a --scorer; the default, {scorer}, is from the tiny world")
 
 
 def not_tiny(args, defaults):

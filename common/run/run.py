@@ -328,7 +328,7 @@ def find_run(args, stage="") -> str | None:
             raise InputError(f"{folder} was finished by {program}, not by {stage}. Use another --output-dir.")
         if dist.is_main():
             old = before.get("args", {})
-            new = {name: x for name, x in vars(args).items() if isinstance(x, str | tuple) and name in old}
+            new = {key: x for key, x in vars(args).items() if key in old and not isinstance(x, bool | None)}
             changed = [f"{x}: {old[x]!r} -> {new[x]!r}" for x in new if old[x] not in (new[x], [*new[x]])]
             print("; changed and not used: ".join([f"{folder} is already finished, by {program}", *changed]))
         return "finished"

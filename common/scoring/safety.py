@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from common.losses import safety_gated_score
+from common.data import progress
 from common.scoring import scorers
 
 
@@ -27,6 +28,8 @@ class Gated:
         threshold = self.args.safety_threshold
         scores, part_means = scorers.score_and_parts(self.scorer, pairs, size)
         self.metrics = {**part_means, "reward/gated": 0.0}
+        if len(set(scores)) == 1 < len(scores):
+            progress.note(f"all {len(scores)} responses have the score {scores[0]:g}: it teaches nothing")
         if not self.safety:
             return torch.tensor(scores)
         safety = torch.tensor(scorers.score(self.safety, pairs, size))
