@@ -22,7 +22,7 @@ import ppo
 from common import dist, models, responses
 from common.batches import Batch, Row, collate, make_blocks, my_micro_batches, n_tokens, response_mask
 from common.errors import InputError, NotFinite, NothingToLearn
-from common.data import auxiliary, prompt_sets, tiny
+from common.data import auxiliary, progress, prompt_sets, tiny
 from common.data.files import read_jsonl
 from common.loading import pretrained
 from common.scoring import evaluation, functions, scorers
@@ -364,7 +364,7 @@ def gated(scorer, safety=None, **options):
     return score
 
 
-def test_the_safety_score_counts_for_tagged_prompts_and_unsafe_responses():
+def test_the_safety_score_counts_for_tagged_prompts_and_unsafe_responses(capsys):
     """Safety scores 1, -1.74, -1.73, -5, 2: sigmoid(-1.74) < 0.15 < sigmoid(-1.73); the first is tagged."""
     pairs = [(p._replace(row=Row("x:1", {"is_safety": i == 0})), r) for i, (p, r) in enumerate(PAIRS)]
     logits = {r.text: x for (_, r), x in zip(pairs, [1.0, -1.74, -1.73, -5.0, 2.0])}
@@ -372,7 +372,10 @@ def test_the_safety_score_counts_for_tagged_prompts_and_unsafe_responses():
     safety = of_function(lambda prompts, responses, rows: [logits[text] for text in responses])
     scores, share = gated(helpful, safety)(pairs)
     assert scores.tolist() == pytest.approx([1.0, -1.74, 10.0, -5.0, 10.0]) and share == pytest.approx(3 / 5)
+    progress.note.cache_clear()
+    assert "teaches nothing" not in capsys.readouterr().out
     assert gated(helpful)(pairs)[1] == 0
+    assert "all 5 responses have the score 10: it teaches nothing" in capsys.readouterr().out
     scores, share = gated(helpful, safety, safety_threshold=0.0)(pairs)
     assert scores.tolist() == [1.0, 10, 10, 10, 10] and share == pytest.approx(1 / 5)  # the tagged one alone
 

@@ -24,19 +24,19 @@ class Gated:
 
         Sets `metrics`: the means of --scorer's parts, and `reward/gated`, the share of responses that got the
         safety model's score."""
-        size = self.args.score_batch_size
-        threshold = self.args.safety_threshold
-        scores, part_means = scorers.score_and_parts(self.scorer, pairs, size)
+        args = self.args
+        scores, part_means = scorers.score_and_parts(self.scorer, pairs, args.score_batch_size)
         self.metrics = {**part_means, "reward/gated": 0.0}
-        if len(set(scores)) == 1 < len(scores):
+        scores = torch.tensor(scores)
+        if self.safety:
+            safety = torch.tensor(scorers.score(self.safety, pairs, args.score_batch_size))
+            tagged = torch.tensor([bool(prompt.row.data.get("is_safety")) for prompt, _ in pairs])
+            gated = tagged | (safety.sigmoid() < args.safety_threshold)
+            self.metrics["reward/gated"] = gated.float().mean().item()
+            scores = safety_gated_score(safety, scores, tagged, args.safety_threshold)
+        if len(scores) > 1 and (scores == scores[0]).all():
             progress.note(f"all {len(scores)} responses have the score {scores[0]:g}: it teaches nothing")
-        if not self.safety:
-            return torch.tensor(scores)
-        safety = torch.tensor(scorers.score(self.safety, pairs, size))
-        tagged = torch.tensor([bool(prompt.row.data.get("is_safety")) for prompt, _ in pairs])
-        gated = tagged | (safety.sigmoid() < threshold)
-        self.metrics["reward/gated"] = gated.float().mean().item()
-        return safety_gated_score(safety, torch.tensor(scores), tagged, threshold)
+        return scores
 
 
 def load_gated(args, tokenizer, device) -> Gated:
