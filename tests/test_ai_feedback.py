@@ -345,7 +345,7 @@ def test_each_pair_is_judged_by_one_principle_that_the_seed_draws(pairs, constit
 
 
 @pytest.mark.parametrize(
-    "text, words", [("", ": no principle found"), ("\n  \n", ": no principle found"), (None, "No such file")]
+    "text, words", [("", ": no principle found"), ("\n  \n", ": no principle found"), (None, "there is no such file")]
 )
 def test_a_constitution_without_principles_is_an_error(text, words, pairs, tmp_path):
     path = tmp_path / "principles.txt"

@@ -305,7 +305,7 @@ def test_rehearsal_uses_no_prompt_that_ppo_holds_out(files, tmp_path, monkeypatc
     given = {"model": str(files / "policy"), "dataset": path, "output": str(tmp_path / "x")}
     rehearsal.main(rehearsal.Args(**{**OPTIONS, **given, "max_prompts": 100}))
     limits = {"dataset": path, "eval_dataset": None, "max_length": 64, "max_new_tokens": 10}
-    train, held_out = prompt_sets.train_and_held_out(SimpleNamespace(**limits), TOKENIZER)
+    train, held_out = prompt_sets.train_and_held_out(SimpleNamespace(scorer="runs/reward", **limits), TOKENIZER)
     keys = {prompt.key for prompt in taken}
     assert len(keys) == 100 and len(held_out) == 20 and not keys & {prompt.key for prompt in held_out}
     by_hash = {prompt.key for prompt in mixtures.random_subset(train, 190)}

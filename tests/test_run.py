@@ -565,7 +565,7 @@ def test_overwrite_refuses_when_an_input_lies_inside(name, relative, tmp_path, m
 
 def test_a_finished_run_of_another_command_is_not_taken_for_this_ones_result(tmp_path, capsys):
     leave(tmp_path, *FINISHED)
-    old = {"model": "tiny", "reference": "sft", "output_dir": str(tmp_path)}
+    old = {"model": "tiny", "reference": "sft", "scorers": [], "output_dir": str(tmp_path)}
     write_json(tmp_path / "args.json", {"stage": "ppo", "args": old})
     args = Inputs(model="other", output_dir=str(tmp_path), resume=True)
     assert find_run(args, "ppo") == "finished"

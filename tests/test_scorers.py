@@ -687,7 +687,7 @@ def test_a_response_scores_its_mean_probability_to_beat_the_prompts_other_ones(l
 @pytest.mark.parametrize(
     "odds, says",
     [
-        ([math.nan], "expected 1 numbers.*not all numbers are finite"),
+        ([math.nan], "returned nan for 'ant', the response to"),
         ([1e39], "returned 1e.39 for 'ant', the response to"),  # infinite in float32
         ([None], "expected 1 numbers"),
         ([1, 1], "the lengths are .2."),
@@ -698,6 +698,15 @@ def test_impossible_log_odds_are_an_error_that_names_the_oracle(odds, says, load
     oracle = oracle_of(lambda duels: odds)
     with pytest.raises(InputError, match=f"oracle.* {says}"):
         scorers.score(oracle, [(prompt, response("ant")), (prompt, response("cat"))], 8)
+
+
+def test_numbers_that_are_not_finite_are_refused_in_the_trial(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "p.jsonl", [{"prompt": "copy ant"}])
+    for name, value in (("nan", "float('nan')"), ("inf", "float('inf')")):
+        (tmp_path / f"{name}.py").write_text(f"def f(prompts, responses, rows):\n    return [1.0, {value}]\n")
+        with pytest.raises(InputError, match=f"{name}.py:f returned .*{name}.*expected finite numbers"):
+            functions.try_functions(ppo.Args(scorer=f"{name}.py:f", dataset="p.jsonl"))
 
 
 def test_a_pairwise_function_is_tried_and_refused_where_single_scores_are_needed(tmp_path, monkeypatch):

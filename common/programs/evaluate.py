@@ -130,8 +130,8 @@ def read_policies(args) -> tuple[dict[str, str], object]:
     there = [path for path in QUICKSTART if path == "tiny" or Path(path, "summary.json").exists()]
     paths = named(args.policies or there, "--policies")
     if args.reference not in paths:
-        wanted = f"which the others are compared with, is not one of the policies {', '.join(paths)}"
-        raise InputError(f"--reference {args.reference}, {wanted}. Name one of them.")
+        why = f"not one of the policies {', '.join(paths)}. Name the one that the others are compared with"
+        raise InputError(f"--reference {args.reference}: {why}")
     models = [path for path in paths.values() if path != "dataset"] or ["tiny"]
     tokenizers = []
     for path in models:

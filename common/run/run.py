@@ -329,7 +329,8 @@ def find_run(args, stage="") -> str | None:
         if dist.is_main():
             old = before.get("args", {})
             new = {key: x for key, x in vars(args).items() if key in old and not isinstance(x, bool | None)}
-            changed = [f"{x}: {old[x]!r} -> {new[x]!r}" for x in new if old[x] not in (new[x], [*new[x]])]
+            new = {key: list(x) if isinstance(x, tuple) else x for key, x in new.items()}  # as in JSON
+            changed = [f"{key}: {old[key]!r} -> {x!r}" for key, x in new.items() if old[key] != x]
             print("; changed and not used: ".join([f"{folder} is already finished, by {program}", *changed]))
         return "finished"
     if (finished or has_model or any(begun)) and not (args.resume or args.overwrite):

@@ -95,7 +95,9 @@ def try_functions(args):
         with contextlib.suppress(ValueError):  # a row without a prompt, which its reader reports
             prompts.append(responses.Prompt([], message_columns.prompt_turns(row.data), row))
     for term, prompt in itertools.product(terms, prompts):
-        _call(term, [(prompt, *answers)] if compares(term) else [(prompt, answer) for answer in answers])
+        given = _call(term, [(prompt, *answers)] if compares(term) else [(prompt, x) for x in answers])
+        if not all(math.isfinite(x) for by_part in given for x in by_part.values()):
+            raise InputError(f"--scorer {term.name} returned {given}, expected finite numbers")
 
 
 def _call(term, batch) -> list[dict[str, float]]:
@@ -135,14 +137,10 @@ def _call(term, batch) -> list[dict[str, float]]:
 def _numbers(values) -> list[float]:
     """Convert a function's result to floats: a list, an array, a tensor, or anything else with an order.
 
-    Raises TypeError for text, and for sets and mappings, because their order says nothing, and ValueError for
-    numbers that are not finite."""
+    Raises TypeError for text, and for sets and mappings, because their order says nothing."""
     if isinstance(values, str | bytes | bytearray | Set | Mapping):
         raise TypeError(f"expected a list, not a {type(values).__name__}")
     values = [x.item() if hasattr(x, "item") else x for x in values]  # elements of tensors and arrays
     if any(isinstance(x, str | bytes) for x in values):  # float("1") would hide the mistake
         raise TypeError("expected numbers, not text")
-    values = [float(x) for x in values]
-    if not all(map(math.isfinite, values)):
-        raise ValueError("not all numbers are finite")
-    return values
+    return [float(x) for x in values]
