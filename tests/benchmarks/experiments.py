@@ -552,6 +552,7 @@ GROUPS = {
                 label="the mean at 0.3, 0.5, 0.8 and 1.2 nats",
             ),
         ),
+        seeds=10,
     ),
     "methods": Group(  # at equal KL
         {f"PPO, `--kl-coef {k}`": f"=advantage/reward_model_kl_coef_{name_of(k)}" for k in STRENGTHS}
