@@ -467,6 +467,7 @@ def check(args):
     """Check the flags before anything is loaded."""
     size = args.prompts_per_iteration * args.n_samples  # responses of a rollout
     divides = args.minibatch_size >= 1 and size % args.minibatch_size == 0
+    default_threshold = args.safety_threshold == Args.safety_threshold
     divisors = [n for n in range(1, size + 1) if size % n == 0 and n <= max(1, args.minibatch_size)]
     divisor = f"a divisor of a rollout's {size} responses: try {max(divisors, default=1)}"
     cli.check_flags(
@@ -478,7 +479,7 @@ def check(args):
         ("minibatch_size", divides, divisor),
         ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
         ("ptx_coef", args.ptx_coef == 0 or args.ptx_dataset, "0 without --ptx-dataset"),
-        ("safety_threshold", args.safety_threshold == 0.15 or args.safety_scorer, "also --safety-scorer"),
+        ("safety_threshold", default_threshold or args.safety_scorer, "also --safety-scorer"),
         ("importance_cap", not args.importance_cap or args.importance_cap >= 1, "0, or 1 or more"),
         ("hold_out_rehearsed", args.rehearsal_data or not args.hold_out_rehearsed, "also --rehearsal-data"),
     )

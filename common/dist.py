@@ -299,7 +299,7 @@ def adamw(model, lr, args):
     """Make AdamW for the trainable weights, which are dithered first if the model computes in bfloat16.
 
     Betas are 0.9 and 0.95, as in the papers that name them. lr: its learning rate until set_lr changes it.
-    args: needs weight_decay. Without its adam_eps and seed (of the offsets) they are 1e-8 and 0."""
+    args: needs weight_decay. If it has no adam_eps or seed (of the offsets), they are 1e-8 and 0."""
     if getattr(model, "compute_dtype", None) == torch.bfloat16:
         dither(model, getattr(args, "seed", 0))
     eps = getattr(args, "adam_eps", 1e-8)

@@ -47,11 +47,15 @@ def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None, reads=()) 
     return mapping.map_rows(rows, prompt_of, spec, ids)
 
 
+def read_by_scorers(args, otherwise=()):
+    """Return `reads` of load_prompts: None if a scorer is a function, which gets whole rows."""
+    return None if ":" in f"{args.scorer} {getattr(args, 'safety_scorer', None)}" else otherwise
+
+
 def train_and_held_out(args, tokenizer) -> tuple[list[Prompt], list[Prompt]]:
     """Load a script's (training, held-out) prompts that leave room for --max-new-tokens in --max-length."""
     room = args.max_length - args.max_new_tokens
-    of_function = ":" in f"{args.scorer} {getattr(args, 'safety_scorer', None)}"  # it gets all columns
-    load = partial(load_prompts, tokenizer=tokenizer, max_tokens=room, reads=None if of_function else ())
+    load = partial(load_prompts, tokenizer=tokenizer, max_tokens=room, reads=read_by_scorers(args))
     # With --offline-data, a pair is shown as the example instead of a prompt
     shown_by = None if getattr(args, "offline_data", None) else tokenizer
     return splits.train_and_held_out(args.dataset, args.eval_dataset, load, shown_by)

@@ -171,7 +171,7 @@ def read_prompts(args, tokenizer, answered) -> list[tuple]:
 
     room = args.max_length - args.max_new_tokens
     grade = score_of_answer if answered else None
-    reads = None if ":" in f"{args.scorer} {args.safety_scorer}" else ["turns"]  # a function gets all columns
+    reads = prompt_sets.read_by_scorers(args, otherwise=["turns"])
     prompts = prompt_sets.load_prompts(args.dataset, args.split, tokenizer, room, grade, reads)
     pairs = mapping.map_rows(prompts, with_answer, args.dataset)
     return mixtures.random_subset(pairs, args.eval_prompts, lambda pair: pair[0].key)

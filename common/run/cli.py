@@ -149,12 +149,12 @@ def check_own_data(strange, args, argv):
         mend = "Name your data with --dataset, or use --dataset tiny if you mean that."
         mend += " --eval-prompts 0 needs no prompts." * (getattr(args, "iterations", 1) == 0)
         raise InputError(f"{strange} together with the tiny world's data, the default of --dataset. {mend}")
-    scorer = not getattr(args, "scorers", ()) and getattr(args, "scorer", None)
-    own = strange and strange.split()[0] in ("--model", "--policy", "--policies") and reads_prompts
-    own = own and "--preview" not in names and getattr(args, "criterion", "score") == "score"  # of rehearsal
-    if own and scorer and "--scorer" not in names and not mixtures.is_tiny(args.dataset):
-        if _is_tiny_model(scorer):
-            raise InputError(f"{strange}: name a --scorer; the default, {scorer}, is from the tiny world")
+    scorer = getattr(args, "scorer", None)  # as it is by default, unless it is unused
+    unused = getattr(args, "scorers", ()) or getattr(args, "criterion", "score") != "score"  # of rehearsal
+    unused = unused or {"--scorer", "--preview"} & {*names}
+    of_model = strange and reads_prompts and strange.split()[0] in ("--model", "--policy", "--policies")
+    if of_model and scorer and not unused and not mixtures.is_tiny(args.dataset) and _is_tiny_model(scorer):
+        raise InputError(f"{strange}: name a --scorer; the default, {scorer}, is from the tiny world")
 
 
 def not_tiny(args, defaults):

@@ -56,9 +56,7 @@ def changes(before: dict, now: dict, folder) -> list[str]:
 
     before, now: contents of args.json at the start, and of the command that resumes.
     Raises InputError for a change in REFUSED."""
-    old, new = _settings(before), _settings(now)
-    names = [x for x in sorted(old.keys() & new.keys()) if x not in ("resume", "overwrite", "output_dir")]
-    lines = {x: f"{x}: {old[x]!r} -> {new[x]!r}" for x in names if old[x] != new[x]}
+    lines = differences(_settings(before), _settings(now))
     every = "; ".join(lines.values()) or "under the same name"
     old, new = before.get("began_with", now["began_with"]), now["began_with"]
     lines.update({x: x for x in sorted(old.keys() | new.keys()) if old.get(x) != new.get(x)})
@@ -71,6 +69,12 @@ def changes(before: dict, now: dict, folder) -> list[str]:
         mend = "Resume with the original one, or start again with --overwrite."
         raise InputError(f"--resume: {folder} was started with another {what}. {mend}")
     return list(lines.values())
+
+
+def differences(old: dict, new: dict) -> dict[str, str]:
+    """Describe the settings, as JSON has them, whose values differ: {name: "name: old -> new value"}."""
+    names = [x for x in sorted(old.keys() & new.keys()) if x not in ("resume", "overwrite", "output_dir")]
+    return {x: f"{x}: {old[x]!r} -> {new[x]!r}" for x in names if old[x] != new[x]}
 
 
 def _settings(begun) -> dict:

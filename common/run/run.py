@@ -327,10 +327,9 @@ def find_run(args, stage="") -> str | None:
         if stage and program != stage:
             raise InputError(f"{folder} was finished by {program}, not by {stage}. Use another --output-dir.")
         if dist.is_main():
-            old = before.get("args", {})
-            new = {key: x for key, x in vars(args).items() if key in old and not isinstance(x, bool | None)}
-            new = {key: list(x) if isinstance(x, tuple) else x for key, x in new.items()}  # as in JSON
-            changed = [f"{key}: {old[key]!r} -> {x!r}" for key, x in new.items() if old[key] != x]
+            # The run itself may have set a flag that is None, or on or off
+            given = {name: x for name, x in vars(args).items() if not isinstance(x, bool | None)}
+            changed = identity.differences(before.get("args", {}), json.loads(json.dumps(given))).values()
             print("; changed and not used: ".join([f"{folder} is already finished, by {program}", *changed]))
         return "finished"
     if (finished or has_model or any(begun)) and not (args.resume or args.overwrite):
