@@ -750,6 +750,7 @@ GROUPS = {
             "temperatures": "-m common.programs.evaluate --policies dataset first=runs/sft {arms} --reference dataset "
             "--dataset tiny:kind=sft --max-length 128 --max-new-tokens 32 --temperatures 0 1"
         },
+        seeds=10,
     ),  # fmt: skip
     "student": Group(  # a model of half the size learns from the larger one's responses, or from its own
         {
