@@ -149,6 +149,8 @@ def test_a_curve_is_read_at_a_kl_between_two_of_its_arms(verdicts):
     weights = verdicts.at_kl(kl, 2.0)  # seed 0: half of the way from log 1 to log 4; seed 1: an arm
     assert torch.allclose(weights, doubles([[0.5, 0.0], [0.5, 1.0], [0.0, 0.0]]))
     assert verdicts.at_kl(kl, 5.0) is None  # seed 0 does not reach it
+    by_seed = verdicts.at_kl(kl, doubles([1.0, 8.0]))  # another KL in each seed
+    assert torch.allclose(by_seed, doubles([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]]))
 
 
 def test_a_curve_that_folds_back_is_read_between_neighbours(verdicts):
@@ -186,6 +188,7 @@ def write_group(experiments, folder, monkeypatch):
     claims = (
         experiments.Claim("good", "bad", row=7, kl=(1.0,), label="at 1 nat"),
         experiments.Claim("good", "bad", row=7, kl=(9.0,), label="at 9"),
+        experiments.Claim("good, `--kl-coef 2`", "bad", row=7, kl=("own",), label="own"),
         experiments.Claim("good, `--kl-coef 1`", "bad, `--kl-coef 1`", row=8, only="hazard"),
         experiments.Claim("good, `--kl-coef 1`", row=9, by_construction="it is so"),
         experiments.Claim("good, `--kl-coef 1`", column="eval/ptx_nll", says="less", row=10),
@@ -214,9 +217,9 @@ def write_group(experiments, folder, monkeypatch):
 def test_claims_of_a_group_reach_the_page(experiments, tmp_path, monkeypatch):
     group = write_group(experiments, tmp_path / "runs", monkeypatch)
     lines = experiments.judge("made", group, 2)
-    assert [line["difference"] and round(line["difference"]["mean"], 1) for line in lines] == [1, None, 1, 3, 3]
+    assert [line["difference"] and round(line["difference"]["mean"], 1) for line in lines] == [1, None, 1, 1, 3, 3]
     assert [experiments.verdict_of(line) for line in lines] == [
-        "holds", "inconclusive", "holds", "true by construction: it is so", "opposite",
+        "holds", "inconclusive", "holds", "holds", "true by construction: it is so", "opposite",
     ]  # fmt: skip
     table = experiments.table("made", group, 2)
     assert "| +3.00 " in table[2] or "+3.0" in table[2]
@@ -225,7 +228,7 @@ def test_claims_of_a_group_reach_the_page(experiments, tmp_path, monkeypatch):
     page.write_text("| 7 | x | <!-- claim 7 -->old | old<!-- end --> |\n| 99 | <!-- claim 99 -->old<!-- end --> |\n")
     experiments.publish_claims("made", lines, tmp_path)
     assert "old | old" not in page.read_text() and "<!-- claim 99 -->old<!-- end -->" in page.read_text()
-    assert experiments.cells_of(7, "", tmp_path).endswith(" | at 1 nat: holds; at 9: inconclusive")
+    assert experiments.cells_of(7, "", tmp_path).endswith(" | at 1 nat: holds; at 9: inconclusive; own: holds")
     assert experiments.cells_of(8, "", tmp_path).endswith(" | holds")
     certain = experiments.Claim("bad, `--kl-coef 1`", row=8, label="other", by_construction="it must")
     monkeypatch.setitem(experiments.GROUPS, "unmeasured", experiments.Group({}, (certain,)))

@@ -105,12 +105,14 @@ def with_own_seeds(x: Difference) -> Difference:
     return x._replace(low=min(x.low, own.low), high=max(x.high, own.high), seen=max(x.seen, own.seen))
 
 
-def at_kl(kl: torch.Tensor, x: float) -> torch.Tensor | None:
-    """Weights of a curve's arms, (arms, seeds), that give its value at KL x by interpolation between two neighbours,
-    linear in log KL; None if in some seed no two neighbours lie on both sides of x. Where a curve folds back and has
-    several values at x, the first one counts. kl: (arms, seeds), nats; arms by strength, the weakest penalty first."""
+def at_kl(kl: torch.Tensor, level: float | torch.Tensor) -> torch.Tensor | None:
+    """Weights of a curve's arms, (arms, seeds), that give its value at a KL of `level` by interpolation between two
+    neighbours, linear in log KL; None if in some seed no two neighbours lie on both sides of it. Where a curve folds
+    back and has several values there, the first one counts. kl: (arms, seeds), nats; arms by strength, the weakest
+    penalty first. level: nats, or (seeds,)."""
     weights = torch.zeros_like(kl)
-    for seed, column in enumerate(kl.T.tolist()):
+    levels = torch.as_tensor(level, dtype=kl.dtype).expand(kl.shape[1])
+    for seed, (column, x) in enumerate(zip(kl.T.tolist(), levels.tolist())):
         neighbours = [sorted(pair, key=column.__getitem__) for pair in pairwise(range(len(column)))]
         around = [(below, above) for below, above in neighbours if 0 < column[below] <= x <= column[above]]
         if not around:
