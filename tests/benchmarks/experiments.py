@@ -331,6 +331,7 @@ GROUPS = {
             Claim("`--reward-norm whiten`", "the recipe"),
             Claim("`--prompts-per-iteration 128 --n-samples 1`", "the recipe", row=14, says="less"),
         ),
+        seeds=10,
     ),
     "ppo_from_rejection_sampling": Group(
         {
@@ -600,6 +601,7 @@ GROUPS = {
                 label="true reward on prompts without a hazard",
             ),
         ),
+        seeds=10,
     ),  # fmt: skip
     "value": Group(  # 30 rollouts in which the policy learns; the value model's head begins as 0
         {
@@ -731,6 +733,7 @@ GROUPS = {
             Claim("`--kl-coef 0`", "the recipe", row=37, column="score", label="the reward model's own score"),
             Claim("`--kl-coef 0`", "the recipe", row=37, says="less", label="true reward"),
         ),
+        seeds=10,
     ),
     "temperature": Group(  # the best one before each iteration, by the reward model and by the true reward
         {"by the reward model": SWEEP, "by the true reward": f"{SWEEP} --scorer common.data.tiny:gold_scorer"},
