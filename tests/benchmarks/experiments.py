@@ -3,7 +3,7 @@ reward, or as scorers on the same labelled pairs. Every arm and seed is a separa
 runs are not repeated. Each seed has models of its own to start from (RUNS): seed 0 the quickstart's in runs/, seed N
 those in runs/seeds/N/runs.
 
-    python tests/benchmarks/experiments.py                     all, 22 hours of a core, then the evaluations
+    python tests/benchmarks/experiments.py                     all, 24 hours of a core, then the evaluations
     python tests/benchmarks/experiments.py dpo pool --publish
 
 With --publish a group's table goes to docs/results/tables/GROUP.md and to the pages that have a place for it.
@@ -706,6 +706,7 @@ GROUPS = {
             Claim("first the worse ones", "good pairs alone", row=41, column="right", margin=0.01),
             Claim("first the worse ones", "worse pairs alone", column="right", margin=0.01),
         ),
+        seeds=10,
     ),
     "frontier": Group(  # DPO's figure 2: reward against the KL
         {

@@ -1,6 +1,6 @@
 """Run the commands of the docs, page by page, so that every number next to them can be reproduced.
 
-    python tests/benchmarks/reproduce.py                              PAGES below, 27 hours of a core
+    python tests/benchmarks/reproduce.py                              PAGES below, 29 hours of a core
     python tests/benchmarks/reproduce.py README.md docs/learn/kl.md         these
     python tests/benchmarks/reproduce.py --list docs/learn/kl.md            the commands that would run
     python tests/benchmarks/reproduce.py --log                        into docs/results/tables/reproduce.txt: what has run
