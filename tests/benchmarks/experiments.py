@@ -493,11 +493,11 @@ GROUPS = {
         claims=(
             Claim(
                 "online, 8, reward model", "offline, given pairs, annotators", row=22,
-                label="by a reward model, over given pairs, β 0.5",
+                label="by a reward model, over given pairs, β 0.5, not at equal KL",
             ),
             Claim(
                 "online, 8, annotators", "offline, given pairs, annotators", row=22,
-                label="by the annotators themselves, best of 8, with four times the judgements",
+                label="by the annotators themselves, best of 8, with four times the judgements, not at equal KL",
             ),
             Claim(
                 "online, 2, annotators", "offline, given pairs, annotators", row=22,
