@@ -241,6 +241,15 @@ PTX = ("0", "0.03", "0.1", "0.3")
 STRENGTHS = ("0.03", "0.1", "0.3", "1", "3")  # each seed's curve reaches from 0.2 to 1.2 nats
 ALPHAS = ("0.02", "0.05", "0.1", "0.2")
 GIVEN = "--iterations 0 --offline-data tiny --offline-pairs 1480"
+GIVEN_ANEW = f"dpo_iterative {BARE} --iterations 0 --offline-data tiny:seed={{seed}} --offline-pairs 1480"
+AGAINST_GIVEN = {  # arms of the ladder, and their labels in claims.md
+    "online, 8, reward model, β 2": "over given pairs, by a reward model, best of 8",
+    "online, 8, annotators": "by the annotators, best of 8, with four times the judgements",
+    "online, 2, annotators": "best of 2, with one and a half times the judgements",
+    "online, 8, annotators, β 2": "",
+    "offline, SFT's responses, 8, annotators": "",
+    "offline, SFT's responses, 2, annotators": "",
+}
 AM = f"ppo --scorer runs/advantage_model --dataset {HALF} --reward-norm none"
 TWO = f"{PPO} --dataset tiny:commands=first+ends"  # hard enough that the other six commands are forgotten
 HARD = f"{TWO} --lr 1e-3 --kl-coef 0.3"
@@ -473,8 +482,7 @@ GROUPS = {
     ),
     "ladder": Group(  # online DPO with judges closer and closer to the truth
         {
-            "offline, given pairs, annotators": f"dpo_iterative {BARE} --iterations 0 "
-            "--offline-data tiny:seed={seed} --offline-pairs 1480",
+            "offline, given pairs, annotators": GIVEN_ANEW,
             "offline, SFT's responses, 2, annotators": "={out}/of_2",
             "offline, SFT's responses, 8, annotators": "={out}/of_8",
             "SFT's responses, 2, annotators, in three parts": "={out}/of_2_part_3",
@@ -491,17 +499,9 @@ GROUPS = {
             "online, 8, annotators, β 2": rung(ANNOTATORS, 525, "--beta 2"),
         },
         claims=(
-            Claim(
-                "online, 8, reward model", "offline, given pairs, annotators", row=22,
-                label="by a reward model, over given pairs, β 0.5, not at equal KL",
-            ),
-            Claim(
-                "online, 8, annotators", "offline, given pairs, annotators", row=22,
-                label="by the annotators themselves, best of 8, with four times the judgements, not at equal KL",
-            ),
-            Claim(
-                "online, 2, annotators", "offline, given pairs, annotators", row=22,
-                label="best of 2, with one and a half times the judgements",
+            *(
+                Claim(f"online, {judge}", "offline, given pairs, annotators")
+                for judge in ("8, reward model", "8, annotators", "2, annotators")
             ),
             *(
                 Claim(
@@ -529,6 +529,21 @@ GROUPS = {
         | in_three_parts("of_8"),
         seeds=10,
     ),  # fmt: skip
+    "given_pairs": Group(  # policies of the ladder against offline DPO on given pairs, at equal KL
+        {
+            "given pairs, `--beta 2`": f"{GIVEN_ANEW} --beta 2",
+            "given pairs, `--beta 0.5`": "=ladder/offline_given_pairs_annotators",
+            "given pairs, `--beta 0.15`": f"{GIVEN_ANEW} --beta 0.15",
+            "given pairs, `--beta 0.05`": f"{GIVEN_ANEW} --beta 0.05",
+            "given pairs, `--beta 0.05 --epochs 4`": f"{GIVEN_ANEW} --beta 0.05 --epochs 4",
+            **{arm: f"=ladder/{name_of(arm)}" for arm in AGAINST_GIVEN},
+        },
+        claims=tuple(
+            Claim(arm, "given pairs", row=22 if label else 0, kl=("own",), label=label)
+            for arm, label in AGAINST_GIVEN.items()
+        ),
+        seeds=10,
+    ),
     "cpl": Group(  # dpo_iterative.py with docs/learn/cpl.patch
         {
             "offline DPO": "=dpo/offline_DPO_as_many_pairs_1_480",
@@ -613,6 +628,7 @@ GROUPS = {
             Claim(f"`--value-warmup-steps {n}`", "`--value-warmup-steps 0`", row=13, label=f"{n} steps over none")
             for n in (10, 50)
         ),
+        seeds=10,
     ),
     "ptx": Group(
         {f"`--ptx-coef {c}`": f"{PPO} --ptx-dataset tiny:kind=text --ptx-coef {c}" for c in (*PTX, "3")}
