@@ -7,9 +7,9 @@
 One head has two outputs. r is read at the response's end-of-sequence token, and e, the policy's expected
 reward (eq. 7), at the prompt's last token. K other policies wrote the responses. By default K = 0, and then
 a = r - e. Eq. 6 depends only on this difference, and it pulls e to the middle between the better and the
-worse responses in the DATA. `--expected-reward-samples n` also regresses e on the mean r of n responses of
-the policy, as eq. 7 defines it. Only a is a score: with K = 0, adding any c(x) to both r and e leaves the
-loss unchanged.
+worse responses in the DATA. `--expected-reward-samples n` also regresses e on the policy's mean r, as eq. 7
+defines it, over those of n responses that ended. Only a is a score: with K = 0, adding any c(x) to both r and
+e leaves the loss unchanged.
 
 Reads a model, comparisons (docs/use/data.md) and, with --model tiny, runs/sft. Writes runs/advantage_model:
 model/, metrics.jsonl, samples.jsonl with the held-out scores, plots, summary.json, and checkpoint/, from
@@ -67,7 +67,8 @@ class Args:
     """Draw all categories equally often, repeating rows of the smaller ones."""
     # the advantage and its loss
     bound: float = 2.5
-    """The bound m(x): advantages of better responses are kept below it, those of worse ones above -m(x)."""
+    """Soft bound m(x): the loss pushes advantages of better responses down from it, and those of worse
+    ones up from -m(x)."""
     n_others: int = 0
     """K of eq. 8, the number of other policies with ratios."""
     n_policies: int | None = None
@@ -80,7 +81,8 @@ class Args:
     behavior_policies: tuple[str, ...] = ()
     """The K causal LMs pi'_k, if rows have no columns such as chosen_behavior_logprobs."""
     expected_reward_samples: int = 0
-    """Responses of the policy to each training prompt; e(x) is regressed on their mean reward. 0: off."""
+    """Responses of the policy to each training prompt; e(x) is regressed on the mean reward of those that
+    ended. 0: off."""
     # optimiser steps
     epochs: float = 2.0
     """Passes over the data; large models overfit in the second."""

@@ -56,8 +56,8 @@ class Args:
     model: str = "runs/sft"
     """Policy to start from: a run directory, a model folder or a hub name."""
     reference: str = "sft"
-    """Reference pi_0. sft: always --model; last: the newest policy, as in the authors' scripts; or a model.
-    With last, held-out pairs are still compared with --model."""
+    """Reference pi_0. sft: always --model; last: the newest policy, as in the authors' later scripts; or a
+    model. With last, held-out pairs are still compared with --model."""
     scorer: str = "runs/reward"
     """Oracle that ranks responses: a run of reward.py or advantage_model.py, a hub reward model or
     FILE.py:function. Two oracles compare each response with all others: common.programs.pairwise:oracle=RUN
@@ -485,10 +485,12 @@ RECIPES = {
         "RLHF Workflow's three iterations of 20,000 prompts; --length-penalty 0.001 for its concise model",
         Args(
             model="RLHFlow/LLaMA3-SFT", scorer="sfairXC/FsfairX-LLaMA3-RM-v0.1",  # the authors'
-            dataset="RLHFlow/prompt-collection-v0.1",  # the paper uses 60K of it and does not say which
+            # The authors' run_loop.sh takes one in each iteration, here they are mixed; the paper names none
+            dataset="RLHFlow/iterative-prompt-v1-iter1-20K,RLHFlow/iterative-prompt-v1-iter2-20K,"
+            "RLHFlow/iterative-prompt-v1-iter3-20K",
             # section 3.3
             prompts_per_iteration=20_000, max_new_tokens=2048, beta=0.1, epochs=2.0, lr=5e-7, batch_size=128,
-            max_length=4096,  # not given, and the next line is ours
+            max_length=4096,  # ours, like the next line; run_loop.sh has 2,048
             eval_prompts=500, slots=None, micro_batch_size=2, score_batch_size=8, gradient_checkpointing=True,
         ),
     ),
@@ -511,7 +513,7 @@ RECIPES = {
             offline_data="berkeley-nest/Nectar", iterations=0,  # appendix B, like the next line
             epochs=1.0, batch_size=128, lr=5e-7,
             beta=0.1,  # section 3.3 (iterative DPO), like the default warm-up of 0.03
-            # Ours
+            # Ours, as is the choice of the best and the worst answer
             micro_batch_size=2, max_new_tokens=512, max_length=4096, eval_prompts=0,
             gradient_checkpointing=True,
         ),

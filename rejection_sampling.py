@@ -379,7 +379,7 @@ def main(args: Args):
         model = optimizer = None  # free the memory before the next model is loaded
 
     n = args.n_samples
-    kl_bound = math.log(n) - (n - 1) / n if n else None  # nats, bounds KL(best of n || policy)
+    kl_bound = math.log(n) - (n - 1) / n if n else None  # nats, bounds KL(best of n || sampled)
     versions.finish({"pool": len(pool.rows), "kl_bound": kl_bound})
 
 

@@ -64,8 +64,8 @@ class Args:
     """Draw all categories equally often, repeating rows of the smaller ones."""
     # the loss
     margin: Literal["none", "small", "large"] = "none"
-    """Llama 2's margin in the loss, at most 1 (small) or 3 (large): from the column rating, else the column
-    margin, else the scores."""
+    """Llama 2's margin in the loss. From the column rating or from scores: at most 1 (small) or 3 (large).
+    Without a rating the column margin counts as it is."""
     # optimiser steps
     epochs: float = 2.0
     """Passes over the data; large models overfit in the second."""
@@ -273,7 +273,8 @@ RECIPES = {
         Args(
             # Section 3.2.1 starts from a pretrained model; we need one with a chat template
             model="Qwen/Qwen2.5-7B-Instruct", dataset="Anthropic/hh-rlhf",  # Qwen's data are not public
-            balance_categories=False,  # True (section 3.2.1) on rows with a `category`, which hh-rlhf lacks
+            # Section 3.2.1 balances the prompts to annotate; we could only balance rows with a `category`
+            balance_categories=False,
             epochs=1.0, lr=3e-6, lr_schedule="constant_with_warmup", batch_size=64, max_length=2048,  # 3.2.1
             warmup_ratio=0.0, weight_decay=0.0, **LARGE,  # not given
         ),

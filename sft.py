@@ -5,7 +5,7 @@
 The loss covers the response including its end-of-sequence token, and not the prompt. In a dialogue
 (`messages`) the model learns every answer, in other rows the last one. A document that is too long is cut and
 then has no end-of-sequence token. Several documents share a block without attending to each other. (RLHF
-Workflow, arXiv:2405.07863, section 3.1; Llama 2, arXiv:2307.09288, section 3.1.)
+Workflow, arXiv:2405.07863, section 3.1; without the prompt as in Llama 2, arXiv:2307.09288, section 3.1.)
 
 Reads a model and rows with a response, or dialogues (docs/use/data.md). Writes runs/sft: model/,
 metrics.jsonl, samples.jsonl, plots, summary.json, and checkpoint/, from which --resume continues.
@@ -14,8 +14,8 @@ metrics.jsonl, samples.jsonl, plots, summary.json, and checkpoint/, from which -
     python sft.py --model org/name --dataset rows.jsonl     any chat model and data
     torchrun --nproc-per-node 8 sft.py rlhf_workflow --chat-template docs/templates/llama3.jinja
 
-Differences from RLHF Workflow: in the authors' packing, documents of a block do attend to each other. AdamW's
-betas are 0.9 and 0.95.
+Differences from RLHF Workflow: the paper does not say which tokens count; in the authors' TRL script prompts
+count too, and documents of a block attend to each other. AdamW's betas are 0.9 and 0.95.
 """
 
 import math

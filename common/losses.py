@@ -56,8 +56,8 @@ def sft_loss(logprobs, action_mask, n_tokens=None):
     """Compute the loss of supervised fine-tuning: negative log likelihood, averaged over response tokens.
 
     L = -(1 / n_tokens) sum_{b,t} action_mask[b, t] * logprobs[b, t]
-    (RLHF Workflow, arXiv:2405.07863, section 3.1. Llama 2, arXiv:2307.09288, section 3.1, masks the prompt
-    in the same way.)
+    (RLHF Workflow, arXiv:2405.07863, section 3.1. It is Llama 2, arXiv:2307.09288, section 3.1, that masks
+    the prompt.)
 
     logprobs: (B, T-1), nats, log pi(token t+1 | tokens 0..t), gradient flows.
     action_mask: (B, T-1) bool, True if token t+1 is a response token; the end-of-sequence token is one.

@@ -414,7 +414,7 @@ def epoch_order(comparisons: list[Comparison], balanced: bool, seed: int, epoch:
     """Return the indices of one epoch.
 
     Every comparison comes once. If `balanced`, the same number of indices is drawn with replacement, and
-    every category is equally likely (Qwen balances its prompts over some 6,600 tags)."""
+    every category is equally likely (Qwen balances the prompts to be annotated over some 6,600 tags)."""
     if not balanced:
         return dist.shuffled(len(comparisons), seed, "order", epoch)
     counts = collections.Counter(c.category for c in comparisons)

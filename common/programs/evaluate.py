@@ -52,8 +52,8 @@ class Args:
     scorers: tuple[str, ...] = ()
     """Scorers to compare by how well they predict the labels of pairs: as for --scorer, or name=path."""
     dataset: str = "tiny"
-    """Held-out prompts; with --scorers, labelled pairs and rankings. All rows of a file are used, so it must
-    not hold training data."""
+    """Held-out prompts, or with --scorers labelled pairs and rankings. Of a file any row may be drawn, so it
+    must not hold training data."""
     max_length: int = 64
     """Maximum number of tokens of prompt and response; with --scorers, tokens of the first model."""
     chat_template: str | None = None
