@@ -1090,6 +1090,7 @@ GROUPS = {
             "`dpo_iterative.py`, offline": "=dpo/offline_DPO_as_many_pairs_1_480",
         },
         begin={"rehearsal.jsonl": "-m common.programs.rehearsal --model runs/sft --scorer runs/advantage_model"},
+        seeds=10,
     ),
 }
 
