@@ -250,6 +250,7 @@ AGAINST_GIVEN = {  # arms of the ladder, and their labels in claims.md
     "offline, SFT's responses, 8, annotators": "",
     "offline, SFT's responses, 2, annotators": "",
 }
+FARTHER = {beta: f"online, 8, annotators, β {beta}" for beta in ("0.15", "0.05")}
 AM = f"ppo --scorer runs/advantage_model --dataset {HALF} --reward-norm none"
 TWO = f"{PPO} --dataset tiny:commands=first+ends"  # hard enough that the other six commands are forgotten
 HARD = f"{TWO} --lr 1e-3 --kl-coef 0.3"
@@ -323,6 +324,7 @@ GROUPS = {
             "both.jsonl": "both pools",
             "some.jsonl": "some of both pools",
         },
+        seeds=10,
     ),
     "ppo": Group(
         {
@@ -537,10 +539,11 @@ GROUPS = {
             "given pairs, `--beta 0.05`": f"{GIVEN_ANEW} --beta 0.05",
             "given pairs, `--beta 0.05 --epochs 4`": f"{GIVEN_ANEW} --beta 0.05 --epochs 4",
             **{arm: f"=ladder/{name_of(arm)}" for arm in AGAINST_GIVEN},
+            **{arm: rung(ANNOTATORS, 525, f"--beta {beta}") for beta, arm in FARTHER.items()},
         },
         claims=tuple(
             Claim(arm, "given pairs", row=22 if label else 0, kl=("own",), label=label)
-            for arm, label in AGAINST_GIVEN.items()
+            for arm, label in (AGAINST_GIVEN | dict.fromkeys(FARTHER.values(), "")).items()
         ),
         seeds=10,
     ),
