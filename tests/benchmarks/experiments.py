@@ -793,6 +793,7 @@ GROUPS = {
             Claim("the teacher's best", "its own best"),
         ),
         begin={"half": "half"},
+        seeds=10,
     ),
     "rlaif": Group(  # labelers of tests/gold_labeler.py: they know the true reward, safety included
         {
