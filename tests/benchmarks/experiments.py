@@ -3,7 +3,7 @@ reward, or as scorers on the same labelled pairs. Every arm and seed is a separa
 runs are not repeated. Each seed has models of its own to start from (RUNS): seed 0 the quickstart's in runs/, seed N
 those in runs/seeds/N/runs.
 
-    python tests/benchmarks/experiments.py                     all, 24 hours of a core, then the evaluations
+    python tests/benchmarks/experiments.py                     all, 26 hours of a core, then the evaluations
     python tests/benchmarks/experiments.py dpo pool --publish
 
 With --publish a group's table goes to docs/results/tables/GROUP.md and to the pages that have a place for it.
@@ -746,6 +746,7 @@ GROUPS = {
             Claim("offline DPO, β 2", "PPO, `--kl-coef 1`"),
             Claim("offline DPO, β 0.05", "PPO, `--kl-coef 0.3`"),
         ),
+        seeds=10,
     ),
     "overoptimised": Group(  # far from the reference
         {"the recipe": "=ppo/the_recipe", "`--kl-coef 0`": f"{PPO} --kl-coef 0"},
