@@ -293,7 +293,7 @@ def main(args: Args):
         tokenizer,
         after={**after, **ratio_metrics, **metrics},
         samples=evaluate.samples,
-        summary={"steps": total_steps, "data": comparisons.statistics(train, held_out)},
+        summary={"steps": run.state["step"], "data": comparisons.statistics(train, held_out)},
         shown=("eval/accuracy", "eval/nll", "eval/ece", "baseline/length_accuracy", "expected/bias"),
     )
 

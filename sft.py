@@ -186,7 +186,7 @@ def main(args: Args):
         tokenizer,
         after=run.evaluate_export(model, evaluate),
         samples=evaluate.samples,
-        summary={"steps": total_steps, "documents": len(train), "blocks": len(blocks)},
+        summary={"steps": run.state["step"], "documents": len(train), "blocks": len(blocks)},
         shown=("eval/nll", "gold/score"),
     )
 

@@ -52,17 +52,18 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
     """Sample n responses to each prompt on this rank only; those to one prompt are next to each other.
 
     prompts: token ids. options: keyword arguments of sampler.sample.
-    A response ends at the tokenizer's end-of-sequence token, or at one of the generation config's if that has
-    a list of them (chat models often end turns and texts with different tokens). Rows of the embeddings
-    beyond the tokenizer's last id are never drawn.
+    A response ends at the tokenizer's end-of-sequence token, or at one of the generation config's (chat
+    models often end turns and texts with different tokens); a single id there counts only if it is an added
+    token, because a default of transformers may be any word. Rows of the embeddings beyond the tokenizer's
+    last id are never drawn.
     Raises InputError if sampler.sample refuses the model, a prompt or an option, Diverged if its logits are
     NaN."""
     if not prompts:
         return []
-    end_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    stop = sorted({tokenizer.eos_token_id, *(end_ids if isinstance(end_ids, list) else ())})
-    vocab_size = 1 + max(tokenizer.get_vocab().values())  # not len(tokenizer): ids may have gaps
-    options.update(stop_ids=stop, pad_id=tokenizer.pad_token_id, vocab_size=vocab_size)
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = ends if isinstance(ends, list) else {ends} & tokenizer.added_tokens_decoder.keys()
+    size = 1 + max(tokenizer.get_vocab().values())  # not len(tokenizer): ids may have gaps
+    options.update(stop_ids={tokenizer.eos_token_id, *ends}, pad_id=tokenizer.pad_token_id, vocab_size=size)
     try:
         samples = sample(model, prompts, n=n, **options)
     except ValueError as error:  # for example a model with a cache of its own kind

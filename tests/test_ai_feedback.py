@@ -2,6 +2,7 @@
 models compared with plain softmax; the run directory; and the scripts that read its files."""
 
 import collections
+import datetime
 import functools
 import math
 import random
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import gold_labeler
 import processes
+import pyarrow.parquet
 import pytest
 import tiny_families
 import torch
@@ -1090,16 +1092,17 @@ def test_a_killed_run_resumes_to_the_same_rows(pairs, tmp_path):
     folder = tmp_path / "killed"
     ended = script(folder, pairs, model="gold_labeler:dying", **options)
     assert ended.code == 9 and not (folder / "summary.json").exists()
-    assert len(read_jsonl(folder / "rows.jsonl")) == 18  # three chunks of six
+    assert len(read_jsonl(folder / "partial.jsonl")) == 18  # three chunks of six
+    assert not (folder / "rows.jsonl").exists()  # nobody takes them for the data set
     for words, other in (("an unfinished run", {}), ("another script: .ai_feedback label.", {"task": "revise", "resume": True})):
         with pytest.raises(InputError, match=words):
             run(folder, pairs, model="gold_labeler:noisy", **options, **other)
     common.run.run._locks.clear()  # as where this process ends
-    with open(folder / "rows.jsonl", "a") as file:  # and the crash cut a line
+    with open(folder / "partial.jsonl", "a") as file:  # and the crash cut a line
         file.write(whole.text.splitlines()[18][:50])
     # A second crash, after three more chunks: they do not hang on to the cut line
     assert script(folder, pairs, model="gold_labeler:dying", resume=True, **options).code == 9
-    assert (folder / "rows.jsonl").read_text() == "".join(whole.text.splitlines(keepends=True)[:36])
+    assert (folder / "partial.jsonl").read_text() == "".join(whole.text.splitlines(keepends=True)[:36])
     changed, moved = tmp_path / "changed.jsonl", tmp_path / "moved.jsonl"
     changed.write_text("".join(Path(pairs).read_text().splitlines(keepends=True)[::-1]))
     with pytest.raises(InputError, match="content of --dataset"):
@@ -1107,6 +1110,22 @@ def test_a_killed_run_resumes_to_the_same_rows(pairs, tmp_path):
     shutil.copy(pairs, moved)  # the same rows elsewhere are the same input
     found = run(folder, moved, model="gold_labeler:noisy", resume=True, **options)
     assert found.text == whole.text and found.summary == whole.summary and found.failed == whole.failed == []
+    assert not (folder / "partial.jsonl").exists()
+
+
+def test_a_category_may_be_a_date(tmp_path):
+    rows = [{"prompt": "copy ant", "chosen": "ant", "rejected": "fox", "category": datetime.date(2026, 1, 2)}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    found = run(tmp_path / "run", str(tmp_path / "rows.parquet"), model="gold_labeler:noisy")
+    assert [row["category"] for row in found.rows] == ["2026-01-02"]
+
+
+def test_an_answer_that_runs_past_a_special_token_has_not_ended(folders, monkeypatch):
+    said = [Response([4], "ant", True, True), Response([4], "ant fox", True, False, written="ant<|end|>fox")]
+    monkeypatch.setattr(ai, "my_responses", lambda *args, **options: said)
+    model = language_model(folders / "spaced")
+    questions = [ai.Question("{x}", {"x": "copy ant"})] * 2
+    assert model.generate(questions, 4, 1.0, 0) == [("ant", True), ("ant fox", False)]
 
 
 def test_rows_of_two_ranks_with_gaps_are_completed_and_sorted(pairs, tmp_path):
@@ -1116,7 +1135,7 @@ def test_rows_of_two_ranks_with_gaps_are_completed_and_sorted(pairs, tmp_path):
     lines = whole.text.splitlines(keepends=True)
     (folder / "summary.json").unlink()
     half = '{"prompt": "é'.encode()[:-1]
-    (folder / "rows.jsonl").write_bytes("".join(lines[i] for i in (0, 2, 4, 1, 7, 6)).encode() + half)
+    (folder / "partial.jsonl").write_bytes("".join(lines[i] for i in (0, 2, 4, 1, 7, 6)).encode() + half)
     found = run(folder, pairs, model="gold_labeler:noisy", resume=True)
     assert found.text == whole.text and found.summary == whole.summary
 
@@ -1126,7 +1145,7 @@ def test_failed_rows_stay_counted_and_are_not_retried(pairs, tmp_path, monkeypat
     failed = (tmp_path / "run" / "failed.jsonl").read_text()
     (tmp_path / "run" / "summary.json").unlink()
     # As the file is before its end: what failed is among the rows
-    (tmp_path / "run" / "rows.jsonl").write_text("".join(failed.splitlines(keepends=True)[:30]))
+    (tmp_path / "run" / "partial.jsonl").write_text("".join(failed.splitlines(keepends=True)[:30]))
     made = asked_by(monkeypatch)
     found = run(tmp_path / "run", pairs, model="gold_labeler:noted", resume=True, chunk_rows=10)
     assert len(made[0].asked) == 20 and [r["row"] for r in found.rows] == list(range(30, 40))
@@ -1158,7 +1177,7 @@ def test_a_resumed_run_samples_the_same_texts(
     whole = run(tmp_path / "run", prompts, task, **options)
     (tmp_path / "run" / "summary.json").unlink()
     kept = whole.text.splitlines(keepends=True)[:lines]
-    (tmp_path / "run" / "rows.jsonl").write_text("".join(kept))
+    (tmp_path / "run" / "partial.jsonl").write_text("".join(kept))
     assert run(tmp_path / "run", prompts, task, resume=True, **options).text == whole.text
 
 
@@ -1181,8 +1200,8 @@ def test_a_run_resumed_with_another_condition_is_refused_because_rows_are_known_
     options = {"model": "gold_labeler:noisy", "chunk_rows": 2}
     whole = run(tmp_path / "run", f"{path}?score>=0", **options)
     (tmp_path / "run" / "summary.json").unlink()
-    (tmp_path / "run" / "rows.jsonl").write_text("".join(whole.text.splitlines(keepends=True)[:4]))
-    with pytest.raises(InputError, match="the rows of --dataset are not those of .*Resume with the conditions"):
+    (tmp_path / "run" / "partial.jsonl").write_text("".join(whole.text.splitlines(keepends=True)[:4]))
+    with pytest.raises(InputError, match="content of --dataset"):
         run(tmp_path / "run", f"{path}?score>=6", resume=True, **options)
     assert run(tmp_path / "run", f"{path}?score>=0", resume=True, **options).text == whole.text
 

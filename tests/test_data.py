@@ -663,6 +663,12 @@ def test_only_the_most_frequent_reasons_for_dropped_rows_are_listed(tmp_path, ca
     assert "2: the responses are the same" in lines[first + 1] and "11 other reasons" in lines[first + 21]
 
 
+def test_a_condition_tells_large_ids_apart(tmp_path):
+    """As floats, 2^53 and 2^53 + 1 are equal."""
+    path = write(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b", "id": 2**53 + i} for i in range(2)])
+    assert [row.data["id"] for row in mixtures.load_rows(f"{path}?id=={2**53 + 1}", "sft")] == [2**53 + 1]
+
+
 def test_a_mixture_part_without_rows_is_an_error(tmp_path):
     paths = [write(tmp_path / f"{n}.jsonl", [{"n": n, "i": i} for i in range(9)]) for n in "ab"]
     with pytest.raises(InputError, match=r"a\.jsonl: the weight 0\.01 gives it no row"):

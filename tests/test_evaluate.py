@@ -52,6 +52,13 @@ def run(folder, policies, **options):
     )
 
 
+def test_an_answer_may_have_keys_that_the_chat_template_does_not_use(tmp_path):
+    turns = [{"role": "user", "content": "copy ant fox", "id": "1"}, {"role": "assistant", "content": "ant fox", "id": "2"}]
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": turns}])
+    [(_, response)] = evaluate.read_prompts(args_of(dataset=str(path)), TOKENIZER, answered=True)
+    assert response.text == "ant fox"
+
+
 def answer(text, finished=True):
     ids = TOKENIZER(text, add_special_tokens=False)["input_ids"] + [TOKENIZER.eos_token_id] * finished
     return responses.Response(ids, text, finished)

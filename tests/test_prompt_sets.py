@@ -3,17 +3,19 @@
 import collections
 import dataclasses
 import importlib
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import CPU, SYSTEM, TALK, TOKENIZER, bot, prompt, user, write_rows
+from processes import ROOT
 from transformers import AddedToken, AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from common import dist, responses
 from common.batches import Row, split
 from common.errors import Diverged, InputError
 from common.sampler import Samples
-from common.data import files, prompt_sets, tiny
+from common.data import chat, files, prompt_sets, tiny
 from common.loading import pretrained
 from common.scoring import functions
 from common.run import checkpoints, pool
@@ -374,14 +376,28 @@ def test_sampling_stops_at_each_end_token_and_an_export_keeps_them(listed, tmp_p
     monkeypatch.setattr(responses, "sample", sample)
     found = responses.my_responses(model, TOKENIZER, [[1, 4, 9]], n=200, max_new_tokens=30, seed=0)
     ends = {response.ids[-1] for response in found if response.finished}
-    assert asked == [(200, [EOS, other])] and ends == {EOS, other}
+    assert asked == [(200, {EOS, other})] and ends == {EOS, other}
     assert any(response.clean for response in found if response.ids[-1] == other)
     checkpoints.save_model(model, TOKENIZER, tmp_path / "out")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert exported.generation_config.eos_token_id == [EOS, other]
     one = pretrained.load_policy("tiny", TOKENIZER)
     responses.my_responses(one, TOKENIZER, [[1, 4, 9]], max_new_tokens=3, seed=0)
-    assert one.generation_config.eos_token_id == EOS and asked[1] == (1, [EOS])
+    assert one.generation_config.eos_token_id == EOS and asked[1] == (1, {EOS})
+    # A labeler keeps its own generation_config
+    labeler = pretrained.load_unsharded(str(tmp_path / "two"), CPU)
+    responses.my_responses(labeler, TOKENIZER, [[1, 4, 9]], max_new_tokens=3, seed=0)
+    labeler.generation_config.eos_token_id = TOKENIZER.convert_tokens_to_ids("ant")  # a default may be any word
+    responses.my_responses(labeler, TOKENIZER, [[1, 4, 9]], max_new_tokens=3, seed=0)
+    assert asked[2:] == [(1, {EOS, other}), (1, {EOS})]
+
+
+def test_the_projects_template_reads_an_answer_with_a_leading_space_as_it_was_learnt():
+    """After "Assistant:" a byte-level model says " yes"; a row with that text must not get a second space."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = Path(ROOT, "docs", "templates", "chat.jinja").read_text()
+    texts = [chat.render(tokenizer, [user("a"), {"role": "assistant", "content": x}]) for x in ("yes", " yes")]
+    assert texts[0] == texts[1] and "Assistant: yes" in texts[0]
 
 
 def test_rows_of_the_embeddings_that_are_no_tokens_are_not_sampled():

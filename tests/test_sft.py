@@ -445,6 +445,12 @@ def test_resume_names_other_arguments_and_finishes(small, tmp_path):
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 13))
 
 
+def test_a_run_resumed_with_fewer_steps_than_it_has_reports_those_it_has(small, tmp_path):
+    assert run(small, tmp_path, moment="row 5").code == -9
+    assert run(small, tmp_path, "--resume", max_steps=1).code == 0
+    assert read_json(tmp_path / "summary.json")["steps"] == rows_of(tmp_path)[-1]["step"] > 1
+
+
 def test_resume_with_metrics_that_the_first_part_did_not_have(small, tmp_path):
     assert run(small, tmp_path, moment="row 5", sample_prompts=0).code == -9
     ended = run(small, tmp_path, "--resume", sample_prompts=4)

@@ -217,7 +217,7 @@ def _meets(cell, sign, value):
     except (TypeError, ValueError, OverflowError):
         return False
     is_close = isinstance(cell, float) and limit % 1 != 0 and math.isclose(number, limit, rel_tol=1e-7)
-    return is_close or (number == limit if sign == "==" else number >= limit)
+    return is_close or (number == limit and abs(limit) < 2**53 if sign == "==" else number >= limit)
 
 
 def _tiny_options(source):

@@ -162,9 +162,8 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank
     model = _read(AutoModelForCausalLM, name, _read_config(name), seed)
     sampling = model.generation_config
     end = tokenizer.eos_token_id
-    ends = sampling.eos_token_id
-    if not isinstance(ends, list):  # an id that is a default of transformers may be any word
-        ends = [ends] if ends in tokenizer.added_tokens_decoder else []
+    ends = sampling.eos_token_id  # an id that is a default of transformers may be any word
+    ends = ends if isinstance(ends, list) else {ends} & tokenizer.added_tokens_decoder.keys()
     # Llama 3 and Qwen end with either of two tokens, Qwen's base models with one that their template lacks
     more = [token for token in ends if token != end]
     sampling.pad_token_id = tokenizer.pad_token_id

@@ -174,8 +174,8 @@ class LanguageModel:
         return ids and [*ids[: len(ids) - len(paths[0])], *longest[:-1]], len(longest), paths
 
     def generate(self, questions, max_new_tokens, temperature, seed) -> list[tuple[str, bool]]:
-        """Sample one answer to each question. Returns a list of (text, whether it ended), with the text
-        after the opening; ("", False) for a question that cannot be asked.
+        """Sample one answer to each question. Returns a list of (text, whether it ended, without a special
+        token inside), with the text after the opening; ("", False) for a question that cannot be asked.
 
         Raises InputError if max_new_tokens leaves no room for a question."""
         if max_new_tokens >= self.room:
@@ -185,7 +185,7 @@ class LanguageModel:
             self.model, self.tokenizer, [ids for ids in prompts if ids], max_new_tokens=max_new_tokens,
             temperature=temperature, slots=self.batch_size, seed=seed,
         )  # fmt: skip
-        answers = ((response.text.strip(), response.finished) for response in responses)
+        answers = ((response.text.strip(), response.finished and response.clean) for response in responses)
         return [next(answers) if ids else ("", False) for ids in prompts]
 
 
@@ -474,10 +474,10 @@ def read_items(args) -> list[Item]:
         if len({text.strip() for text in texts}) < len(texts):
             raise ValueError("the responses are the same")
         given = {name: values[name] for name in ("category", "is_safety") if name in values}
-        start = {"prompt": prompt, **given}
+        start = json.loads(json.dumps({"prompt": prompt, **given}, default=str))  # dates become text
         if args.task == "select":
             values.read.update(values)  # all but row and failed are copied, so none is reported as unread
-            start = json.loads(json.dumps(values, default=str))  # dates, for example, become text
+            start = json.loads(json.dumps(values, default=str))
             start.pop("failed", None)
         return Item(number, f"{number}/{row.where}", {**start, "row": number}, prompt, texts, human)
 
@@ -594,7 +594,7 @@ def main(args: Args):
     start_run(args, run.stage, run.status)
 
     # rows of an earlier, unfinished run
-    path = run.folder / "rows.jsonl"
+    path = run.folder / "partial.jsonl"
     rows = dist.gather(files.read_jsonl(path) if dist.is_main() else [])
     size = {"sample": args.batch_size, **dict.fromkeys(WITHOUT_LABELER, len(items))}.get(args.task, 1)
     with files.reading(path):
@@ -630,13 +630,13 @@ def main(args: Args):
         good = sorted((row for row in rows if "failed" not in row), key=lambda row: row["row"])
         bad = [row for row in rows if "failed" in row]
         files.write_jsonl(run.folder / "failed.jsonl", bad)
-        files.write_jsonl(path, good)
-        counts = {"rows": len(good), "failed": len(bad)}
-        metrics = counts if args.task in WITHOUT_LABELER else metrics_of(good, bad)
+        files.write_jsonl(run.folder / "rows.jsonl", good)
+        metrics = metrics_of(good, bad) if labelers else {"rows": len(good), "failed": len(bad)}
         for key, value in metrics.items():
             print(f"{key}: {value:.4g}")
-        files.write_json(run.folder / "summary.json", metrics)  # last: it marks the run as finished
-        print(f"wrote {path}")
+        files.write_json(run.folder / "summary.json", metrics)  # it marks the run as finished
+        path.unlink()
+        print(f"wrote {run.folder / 'rows.jsonl'}")
 
 
 RECIPES = {

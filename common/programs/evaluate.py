@@ -163,7 +163,8 @@ def read_prompts(args, tokenizer, answered) -> list[tuple]:
             if len(last.ids) + len(further) * args.max_new_tokens > room:
                 raise ValueError(f"the answers may not all fit in {args.max_length} tokens (--max-length)")
             return prompt, None
-        text = message_columns.content_of(message_columns.sft_messages(prompt.row.data)[0][-1])
+        cells = mapping.cells_of(prompt.row.data, set(), tokenizer)
+        text = message_columns.content_of(message_columns.sft_messages(cells)[0][-1])
         _, [ids] = chat.encode_responses(tokenizer, prompt.turns, [text])
         if len(prompt.ids) + len(ids) > args.max_length:
             raise ValueError(f"longer than {args.max_length} tokens (--max-length)")

@@ -46,8 +46,8 @@ def of_run(args, held_out) -> dict:
 def _behind(name, text, seed) -> dict:
     """Identify the data, file, model or function that one value of a flag names: {kind: identity}."""
     if name.endswith(("dataset", "_data")):  # data on the hub are identified by their name
-        sources = [source for source, *_ in mixtures.sources(text)]
-        return {"content": [pretrained.sha256(x) if Path(x).is_file() else x for x in sources]}
+        sources = [(source, items) for source, items, _ in mixtures.sources(text)]
+        return {"content": [[pretrained.sha256(x) if Path(x).is_file() else x, read] for x, read in sources]}
     return {"content": pretrained.sha256(text)} if Path(text).is_file() else scorers.identity(text, seed)
 
 

@@ -33,10 +33,10 @@ from common.scoring import measures
 from common.run import checkpoints, identity, logs, machine, plots
 from common.run.cli import check_flags, parse
 
-RESUMABLE = ("checkpoint/latest", "pool.jsonl", "rows.jsonl")  # a run that has one of these can be resumed
+RESUMABLE = ("checkpoint/latest", "pool.jsonl", "partial.jsonl")  # a run that has one of these can be resumed
 OUTPUTS = (  # files and folders of an old run that a new run removes, in addition to *.png
     "summary.json model model.tmp checkpoint versions metrics.jsonl samples.jsonl pool.jsonl curves.jsonl "
-    "rehearsal.jsonl best pairs.jsonl rows.jsonl failed.jsonl"
+    "rehearsal.jsonl best pairs.jsonl rows.jsonl failed.jsonl partial.jsonl"
 )
 SAVE_AFTER_S = 600  # seconds after the last checkpoint at which one is due regardless of --save-every
 DTYPES = re.compile("same dtype|scalar type")  # torch's message for a matrix product of two dtypes

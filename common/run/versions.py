@@ -151,7 +151,7 @@ class Versions:
         if self.began_training(version):
             run.state = checkpoints.load_checkpoint(run.checkpoint, run.modules)
         yield from run.steps(n_steps)
-        self.step += n_steps
+        self.step += run.state["step"]
         checkpoints.save_model(self.policy, self.tokenizer, self.path(version))
         # With LoRA, load the saved model again: the next version starts with new adapters, as after --resume
         self.loaded = None if getattr(self.args, "lora_rank", 0) else self.path(version)
