@@ -482,7 +482,7 @@ def test_changed_data_files_are_reported_on_resume(tmp_path, capsys):
     start_run(Inputs(**given), "dpo_iterative", None)
     begun = json.loads((tmp_path / "run/args.json").read_text())["began_with"]
     hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (one, two)]
-    assert begun["content of --offline-data"] == [[*hashes, "org/name[train]"]]
+    assert begun["content of --offline-data"] == [[[name, []] for name in (*hashes, "org/name[train]")]]
     leave(tmp_path / "run", "pool.jsonl")
     start_run(Inputs(**given, resume=True), "dpo_iterative", "resume")
     assert capsys.readouterr().out == ""
@@ -494,6 +494,9 @@ def test_changed_data_files_are_reported_on_resume(tmp_path, capsys):
     start_run(Inputs(**given, resume=True), "dpo_iterative", "resume")
     (line,) = capsys.readouterr().out.splitlines()  # of the name alone
     assert line.startswith("resuming with another offline_data: ")
+    given["offline_data"] = given["offline_data"].replace(":0.7", "?score>=2:0.7")
+    start_run(Inputs(**given, resume=True), "dpo_iterative", "resume")
+    assert "resuming with another content of --offline-data\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("left, word", [(FINISHED, "finished run"), (UNFINISHED, "unfinished run")])
