@@ -1206,6 +1206,21 @@ def test_a_run_resumed_with_another_condition_is_refused_because_rows_are_known_
     assert run(tmp_path / "run", f"{path}?score>=0", resume=True, **options).text == whole.text
 
 
+def test_a_run_resumed_on_other_prompts_of_the_same_name_is_refused(pairs, tmp_path):
+    """A folder, like a data set of the hub, is known by its name; its rows are compared by their prompts."""
+    (tmp_path / "data").mkdir()
+    rows, options = read_jsonl(pairs), {"model": "gold_labeler:noisy", "chunk_rows": 2}
+    path = write_rows(tmp_path / "data" / "train.jsonl", rows)
+    whole = run(tmp_path / "run", tmp_path / "data", **options)
+    (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "run" / "partial.jsonl").write_text("".join(whole.text.splitlines(keepends=True)[:4]))
+    write_rows(path, rows[1:])
+    with pytest.raises(InputError, match="the rows of --dataset are not those of .*Resume with the data"):
+        run(tmp_path / "run", tmp_path / "data", resume=True, **options)
+    write_rows(path, rows)
+    assert run(tmp_path / "run", tmp_path / "data", resume=True, **options).text == whole.text
+
+
 # -- bad input -----------------------------------------------------------------------------------
 def test_a_mistake_on_the_command_line_ends_with_one_clear_line_and_code_2(pairs, tmp_path):
     """The command as a user runs it. Other mistakes are tested in this process, below."""

@@ -474,11 +474,11 @@ def read_items(args) -> list[Item]:
         if len({text.strip() for text in texts}) < len(texts):
             raise ValueError("the responses are the same")
         given = {name: values[name] for name in ("category", "is_safety") if name in values}
-        start = json.loads(json.dumps({"prompt": prompt, **given}, default=str))  # dates become text
+        start = {"prompt": prompt, **given}
         if args.task == "select":
             values.read.update(values)  # all but row and failed are copied, so none is reported as unread
-            start = json.loads(json.dumps(values, default=str))
-            start.pop("failed", None)
+            start = {name: value for name, value in values.items() if name != "failed"}
+        start = json.loads(json.dumps(start, default=str))  # dates, for example, become text
         return Item(number, f"{number}/{row.where}", {**start, "row": number}, prompt, texts, human)
 
     rows = mixtures.load_rows(args.dataset, "preferences" if args.task == "label" else "prompts")
@@ -602,7 +602,7 @@ def main(args: Args):
         prompt_of = {item.number: item.prompt for item in items}
         is_same = [row["prompt"] == prompt_of.get(row["row"], row["prompt"]) for row in rows if labelers]
     if not all(is_same):
-        why = "Resume with the conditions and --columns that it was started with, or use --overwrite."
+        why = "Resume with the data that it was started with, or use --overwrite."
         raise InputError(f"--resume: the rows of --dataset are not those of {path}. {why}")
     chunks = split(items, max(size, args.chunk_rows))
     todo = [chunk for chunk in chunks if not answered.issuperset(item.number for item in chunk)]
@@ -634,7 +634,7 @@ def main(args: Args):
         metrics = metrics_of(good, bad) if labelers else {"rows": len(good), "failed": len(bad)}
         for key, value in metrics.items():
             print(f"{key}: {value:.4g}")
-        files.write_json(run.folder / "summary.json", metrics)  # it marks the run as finished
+        files.write_json(run.folder / "summary.json", metrics)  # after the data: it marks the run as finished
         path.unlink()
         print(f"wrote {run.folder / 'rows.jsonl'}")
 
