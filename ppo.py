@@ -17,7 +17,7 @@ second scorer. Two optional losses preserve the policy's earlier abilities:
 Reads a policy, a scorer and prompts. Writes runs/ppo: model/, metrics.jsonl, samples.jsonl, plots,
 summary.json, best/ if --patience is given, and checkpoint/, from which --resume continues.
 
-    python ppo.py                                        the tiny world, 1 to 2 minutes on two CPU cores
+    python ppo.py                                        the tiny world, half a minute to two on two CPU cores
     python ppo.py --model runs/rejection_sampling        on top of rejection sampling, as Llama 2 does
     torchrun --nproc-per-node 8 ppo.py llama2 --model DIR --scorer runs/reward
 
@@ -640,7 +640,7 @@ LARGE = Args(  # for 7B; kl_coef and value_lr are Qwen's (section 3.2.2), the re
     slots=None, micro_batch_size=1, score_batch_size=8, eval_prompts=256, gradient_checkpointing=True,
 )  # fmt: skip
 RECIPES = {
-    "tiny": ("the tiny world: the default, one to two minutes on two CPU cores", Args()),
+    "tiny": ("the tiny world: the default, half a minute to two on two CPU cores", Args()),
     "base": (
         "a pretrained chat model: the default if the model or the data are not the tiny world's",
         Args(

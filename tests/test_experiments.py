@@ -603,10 +603,11 @@ def test_agreement_of_labels_is_counted_by_hand(experiments, tmp_path):
     }  # fmt: skip
     rows = [row(0.2, 0.0), row(0.9, 1.0), row(0.5, 1.0), row(0.7, 1.0, "owl", "ant")]  # truly worse, and a true tie
     for name in ("smaller", "same_size", "larger"):
-        (tmp_path / "0" / f"labels_{name}").mkdir(parents=True)
-        files.write_jsonl(tmp_path / "0" / f"labels_{name}" / "rows.jsonl", rows)
-    lines = experiments.details.labels(None, None, tmp_path)
-    assert lines[3:] == [f"| {name} | 87.5% | 50.0% |" for name in ("smaller", "same size", "larger")]
+        for seed, of_seed in enumerate((rows, rows[1:])):  # without the first row: 2.5 of 3, and 0.5 of 2
+            (tmp_path / f"{seed}/labels_{name}").mkdir(parents=True)
+            files.write_jsonl(tmp_path / f"{seed}/labels_{name}/rows.jsonl", of_seed)
+    lines = experiments.details.labels(types.SimpleNamespace(seeds=2), None, tmp_path)
+    assert lines[3:] == [f"| {name} | 85.4% | 37.5% | 50.0, 25.0 |" for name in ("smaller", "same size", "larger")]
     assert lines[2].startswith("| people | 100.0% |")
 
 

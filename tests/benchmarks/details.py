@@ -187,15 +187,19 @@ def win_rates(folder) -> list[float]:
 
 
 def labels(results, gain, folder) -> list[str]:
-    """How often the labels of the 12,000 pairs agree with people's and with the true helpfulness, in percent."""
+    """How often the labels of the 12,000 pairs agree with people's (the mean over the seeds) and with the true
+    helpfulness (the mean, and each seed's), in percent."""
     people = [{**row, "preference": 1.0, "human": 1.0} for row in tiny.rows("preferences", "train")]
-    of = lambda name: files.read_jsonl(folder / "0" / f"labels_{name}" / "rows.jsonl")
-    labelled = {"people": people, "smaller": of("smaller"), "same size": of("same_size"), "larger": of("larger")}
-    lines = ["| who labels | agrees with people | with the truth |", "|---|---|---|"]
-    for name, rows in labelled.items():
-        gold = lambda row, side: tiny.gold_reward(question(row), row[side])
-        truths = [(row["preference"] - 0.5, gold(row, "chosen") - gold(row, "rejected")) for row in rows]
-        human = [(row["preference"] - 0.5) * (row["human"] - 0.5) for row in rows]
-        shares = [measures.accuracy(human), measures.accuracy([p * x for p, x in truths if x])]
-        lines.append(f"| {name} | {shares[0]:.1%} | {shares[1]:.1%} |")
+    of = lambda name: [files.read_jsonl(folder / f"{s}/labels_{name}/rows.jsonl") for s in range(results.seeds)]
+    labelled = {"people": [people], "smaller": of("smaller"), "same size": of("same_size"), "larger": of("larger")}
+    gold = lambda row, side: tiny.gold_reward(question(row), row[side])
+    lines = ["| who labels | agrees with people | with the truth | by seed |", "|---|---|---|---|"]
+    for name, of_seeds in labelled.items():
+        human, true = [], []
+        for rows in of_seeds:
+            truths = [(row["preference"] - 0.5, gold(row, "chosen") - gold(row, "rejected")) for row in rows]
+            human.append(measures.accuracy([(row["preference"] - 0.5) * (row["human"] - 0.5) for row in rows]))
+            true.append(measures.accuracy([p * x for p, x in truths if x]))
+        each = ", ".join(f"{100 * x:.1f}" for x in true) if len(true) > 1 else "the same pairs"
+        lines.append(f"| {name} | {fmean(human):.1%} | {fmean(true):.1%} | {each} |")
     return lines

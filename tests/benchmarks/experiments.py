@@ -243,10 +243,10 @@ ALPHAS = ("0.02", "0.05", "0.1", "0.2")
 GIVEN = "--iterations 0 --offline-data tiny --offline-pairs 1480"
 GIVEN_ANEW = f"dpo_iterative {BARE} --iterations 0 --offline-data tiny:seed={{seed}} --offline-pairs 1480"
 AGAINST_GIVEN = {  # arms of the ladder, and their labels in claims.md
-    "online, 8, reward model, β 2": "over given pairs, by a reward model, best of 8",
-    "online, 8, annotators": "by the annotators, best of 8, with four times the judgements",
-    "online, 2, annotators": "best of 2, with one and a half times the judgements",
-    "online, 8, annotators, β 2": "",
+    "online, 8, reward model, β 2": "over given pairs at equal KL, by a reward model, best of 8, β 2",
+    "online, 8, annotators": "by the annotators, best of 8, β 0.5, with four times the judgements",
+    "online, 2, annotators": "best of 2, β 0.5, with one and a half times the judgements",
+    "online, 8, annotators, β 2": "by the annotators, best of 8, β 2, with four times the judgements",
     "offline, SFT's responses, 8, annotators": "",
     "offline, SFT's responses, 2, annotators": "",
 }
