@@ -192,7 +192,7 @@ def plan_steps(stages, iteration, args):
     for stage, documents in enumerate(stages):
         blocks = make_blocks(documents, args.max_length, args.packing)
         steps_per_epoch = math.ceil(len(blocks) / args.batch_size)
-        n_steps = max(1, round(args.epochs * steps_per_epoch))
+        n_steps = max(1, round(args.epochs * steps_per_epoch)) if documents else 0
         for step in range(n_steps):
             epoch, index = divmod(step, steps_per_epoch)
             order = dist.shuffled(len(blocks), args.seed, "order", iteration, stage, epoch)

@@ -1103,6 +1103,9 @@ def test_tokenizer_without_template_needs_a_file(tmp_path):
         load(bare, tmp_path)
     with pytest.raises(InputError, match="nowhere.jinja"):
         load(bare, tmp_path, chat_template=str(tmp_path / "nowhere.jinja"))
+    (tmp_path / "mine.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(InputError, match="--chat-template .*mine.jinja: .* in UTF-8"):
+        load(bare, tmp_path, chat_template=str(tmp_path / "mine.jinja"))
     (tmp_path / "mine.jinja").write_text(CHATML)
     loaded = load(bare, tmp_path, chat_template=str(tmp_path / "mine.jinja"))
     assert targets(loaded, *chat.encode(loaded, HELLO)) == ["hah<|im_end|>"]

@@ -138,8 +138,9 @@ def test_further_turns_are_reported_as_unread_unless_the_caller_reads_them(tmp_p
     rows = [{"category": "math", "turns": ["cat", "dog"]}, {"category": "math", "turns": ["ant"]}]
     paths = [write_rows(tmp_path / "p.jsonl", rows), tmp_path / "p.csv"]
     paths[1].write_text('category,turns\nmath,"[""cat"", ""dog""]"\nmath,"[""ant""]"\n')
+    unread = "not read as prompts, only given to scoring functions (with the number of rows): turns (2)"
     for path in paths:
-        for reads, words in ((), f"{path.name}: not read as prompts (with the number of rows): turns (2)"), (["turns"], ""):
+        for reads, words in ((), f"{path.name}: {unread}"), (["turns"], ""):
             prompts = prompt_sets.load_prompts(str(path), "train", TOKENIZER, 64, reads=reads)
             assert [p.question for p in prompts] == ["cat", "ant"] and prompts[0].row.data["turns"] == ["cat", "dog"]
             assert capsys.readouterr().out.strip() == words

@@ -465,7 +465,7 @@ def test_a_toml_file_beside_a_function_is_part_of_it(tmp_path):
 
 def test_sys_exit_in_a_users_code_is_an_error_and_not_the_end_of_a_run(write, pairs):
     scorer = write("raise SystemExit(0)")
-    with pytest.raises(InputError, match="raised SystemExit: 0"):
+    with pytest.raises(InputError, match="raised in line 2, SystemExit: 0"):
         scorers.score(scorer, pairs, 2)
     with pytest.raises(InputError, match="my_scores:f: SystemExit: 3"):
         write("return []\n\nraise SystemExit(3)")
@@ -533,7 +533,7 @@ def test_changes_that_a_function_makes_to_its_arguments_have_no_effect(load, pai
         ("return 1j, 2", r"returned \(1j, 2\), expected 2 numbers"),
         ("return True", r"returned True, expected 2 numbers"),
         ("import numpy\n    return numpy.float64(1)", r"returned np.float64\(1.0\), expected 2 numbers"),
-        ("return [row['answer'] for row in rows]", r"raised KeyError: 'answer'; called with .*p.jsonl:1"),
+        ("return [row['answer'] for row in rows]", r"raised in line 2, KeyError: 'answer'; called with .*p.jsonl:1"),
     ],
 )
 def test_a_functions_result_is_checked_before_anything_is_loaded(
@@ -705,7 +705,7 @@ def test_numbers_that_are_not_finite_are_refused_in_the_trial(tmp_path, monkeypa
     write_rows(tmp_path / "p.jsonl", [{"prompt": "copy ant"}])
     for name, value in (("nan", "float('nan')"), ("inf", "float('inf')")):
         (tmp_path / f"{name}.py").write_text(f"def f(prompts, responses, rows):\n    return [1.0, {value}]\n")
-        with pytest.raises(InputError, match=f"{name}.py:f returned .*{name}.*expected finite numbers"):
+        with pytest.raises(InputError, match=f"{name}.py:f returned .*{name}.*not finite numbers"):
             functions.try_functions(ppo.Args(scorer=f"{name}.py:f", dataset="p.jsonl"))
 
 

@@ -16,7 +16,7 @@ MEND = "Repair it, or start again with --overwrite."
 # -- read ------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def reading(path, mend: str = MEND):
-    """Turn errors in a file's content into one line that names the file and says what to do about it.
+    """Turn errors in a file, or in its content, into one line that names it and says what to do about it.
 
     Inside the block, use the content as far as it has to be valid: a missing key or a wrong type then raises
     InputError here, not a traceback later.
@@ -24,9 +24,15 @@ def reading(path, mend: str = MEND):
     mend: the advice at the end of the message."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{path}: cannot be read ({reason[:160]}). {mend}") from None
+
+
+def read_text(flag, path) -> str:
+    """Read the text file that a flag names. Raises InputError if there is none, or if it is not UTF-8."""
+    with reading(f"{flag} {path}", "Name a text file in UTF-8."):
+        return Path(path).read_text("utf-8-sig")
 
 
 def read_json(path, mend: str = MEND, check=lambda value: None) -> dict:

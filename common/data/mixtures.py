@@ -157,7 +157,7 @@ def _read(source, name, items, kind, split):
         try:
             rows = enumerate(datasets.load_dataset(name, config or None, split=part or split), 1)
         except Exception as error:  # no such name, no such split, no network, ...
-            raise InputError(f"{_flag(source)}: no such file, and the hub failed: {error}") from error
+            raise InputError(f"{_flag(source)}: no such file of rows, and the hub failed: {error}") from error
         if path.is_dir() and not config:
             _check_folder(name, datasets.load_dataset_builder(name).config.data_files)
     if kind == "prompts" and path.suffix.lower() == ".txt":
@@ -226,8 +226,6 @@ def _tiny_options(source):
     Raises InputError for an option that `tiny` does not have."""
     options = dict(item.partition("=")[::2] for item in source.split(":")[1:])
     if not all(re.fullmatch(TINY.get(name, "(?!)"), value) for name, value in options.items()):
-        wanted = "seed=1, length_bias=0.6, label=safety, kind=rankings, commands=copy+ends, hazards=no"
-        wanted += " (docs/use/data.md)"
-        raise InputError(f"{_flag(source)}: unknown option. Those of tiny are like {wanted}")
+        raise InputError(f"{_flag(source)}: tiny has {', '.join(TINY)}, with values as in docs/use/data.md")
     kinds = {"seed": int, "length_bias": float}
     return {name: kinds.get(name, str)(value) for name, value in options.items()}

@@ -16,10 +16,10 @@ def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None, reads=()) 
 
     grade: function of a row's data. Of several rows with the same prompt, the one with the highest value is
       used; None: the first one.
-    reads: further columns that the caller reads, so that they are not reported as ignored; None: all."""
+    reads: further columns that the caller reads, so that they are not reported as unread."""
 
     def turns_of(row):
-        for name in ("category", *(row.data if reads is None else reads)):  # Prompt.category reads it later
+        for name in ("category", *reads):  # Prompt.category reads it later
             row.data.get(name)
         if row.data.get("is_safety") not in (None, False, True):
             raise formats.unreadable("is_safety", row.data["is_safety"], "neither true nor false")
@@ -42,20 +42,15 @@ def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None, reads=()) 
     rows = mixtures.load_rows(spec, "prompts", split)
     if grade:
         rows = sorted(rows, key=lambda row: grade(row.data), reverse=True)  # stable
-    turns_of_rows = mapping.read(rows, turns_of, spec, "prompts", tokenizer)
+    turns_of_rows = mapping.read(rows, turns_of, spec, "prompts, only given to scoring functions", tokenizer)
     ids = mapping.map_over_ranks(turns_of_rows, partial(chat.prompt_ids, tokenizer))
     return mapping.map_rows(rows, prompt_of, spec, ids)
-
-
-def read_by_scorers(args, otherwise=()):
-    """Return `reads` of load_prompts: None if a scorer is a function, which gets whole rows."""
-    return None if ":" in f"{args.scorer} {getattr(args, 'safety_scorer', None)}" else otherwise
 
 
 def train_and_held_out(args, tokenizer) -> tuple[list[Prompt], list[Prompt]]:
     """Load a script's (training, held-out) prompts that leave room for --max-new-tokens in --max-length."""
     room = args.max_length - args.max_new_tokens
-    load = partial(load_prompts, tokenizer=tokenizer, max_tokens=room, reads=read_by_scorers(args))
+    load = partial(load_prompts, tokenizer=tokenizer, max_tokens=room)
     # With --offline-data, a pair is shown as the example instead of a prompt
     shown_by = None if getattr(args, "offline_data", None) else tokenizer
     return splits.train_and_held_out(args.dataset, args.eval_dataset, load, shown_by)

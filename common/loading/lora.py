@@ -53,10 +53,10 @@ def attach(model, rank: int, seed: int):
         sizes = collections.Counter()
         with_one = {id(layer.weight) for layer in adapted}
         for name, p in model.named_parameters():
-            sizes["" if id(p) in with_one else re.sub(r".*\.\d+\.", "", name)] += p.numel()
-        shares = {name: f"{n / sizes.total():.0%}" for name, n in sizes.most_common()}
-        unadapted = ", ".join(f"{name} {share}" for name, share in shares.items() if name and share != "0%")
-        print(f"adapters for {shares['']} of the weights; the others do not learn: {unadapted}")
+            sizes["with adapters" if id(p) in with_one else re.sub(r".*\.\d+\.", "", name)] += p.numel()
+        shares = [f"{name} {n / sizes.total():.0%}" for name, n in sizes.most_common()]
+        shown = ", ".join(share for share in shares if not share.endswith(" 0%"))
+        print(f"weights, of which only those with adapters learn: {shown}")
     generator = torch.Generator().manual_seed(seed)
     for layer in adapted:
         layer.__class__ = LoraLinear

@@ -16,7 +16,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from common import dist, models, sampler
 from common.errors import InputError
-from common.data import tiny
+from common.data import files, tiny
 from common.loading import checks, lora, tensor_parallel
 
 # Names of tokens that can serve as padding
@@ -45,7 +45,7 @@ def find_model(name: str) -> str:
         raise InputError(f"{name} has no config.json, so it is neither a model folder nor a run directory")
     if path.is_absolute() or name.startswith((".", "runs/")) or name.count("/") > 1 or "\\" in name:
         script = Path(__file__).parents[2] / f"{path.name}.py"
-        mend = f"Create it with `python {script.name}`" if script.exists() else "Check the path"
+        mend = f"Create it from your model by `python {script.name}`" if script.exists() else "Check the path"
         raise InputError(f"there is no {name}. {mend} (hub names look like organisation/model)")
     return name
 
@@ -66,9 +66,7 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
     tokenizer = tiny.tokenizer() if name == "tiny" else from_hub(AutoTokenizer, name)
     say = print if dist.is_main() and not quiet else lambda *_: None
     if chat_template:
-        if not Path(chat_template).is_file():
-            raise InputError(f"--chat-template {chat_template}: there is no such file")
-        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = files.read_text("--chat-template", chat_template)
     else:  # restore a template that read_at_end_token cut
         tokenizer.chat_template = _each(lambda x: CUT_TEMPLATE.sub(r"\1", x), tokenizer.chat_template)
     if not tokenizer.chat_template:
@@ -307,9 +305,9 @@ def identity(name, seed=0) -> list:
         folder = Path(config).parent
     if re.search(r"(^|/)models--[^/]+/snapshots/[^/]+$", folder.as_posix()):
         return [folder.name]
-    files = [file for file in sorted(folder.glob("[!.]*")) if file.is_file() and file.suffix != ".md"]
+    paths = [path for path in sorted(folder.glob("[!.]*")) if path.is_file() and path.suffix != ".md"]
     with ThreadPoolExecutor() as pool:
-        return list(map(list, zip([file.name for file in files], pool.map(sha256, files))))
+        return list(map(list, zip([path.name for path in paths], pool.map(sha256, paths))))
 
 
 def sha256(path) -> str:

@@ -65,10 +65,8 @@ TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 def load_principles(args) -> list[str]:
     """Read the principles, one per line, from --constitution or, without that flag, from TEXTS.
 
-    Raises InputError if the file has no principle."""
-    if args.constitution and not Path(args.constitution).is_file():
-        raise InputError(f"--constitution {args.constitution}: there is no such file")
-    text = Path(args.constitution).read_text("utf-8-sig") if args.constitution else TEXTS["principles"]
+    Raises InputError if the file cannot be read or has no principle."""
+    text = files.read_text("--constitution", args.constitution) if args.constitution else TEXTS["principles"]
     principles = [line.strip() for line in text.splitlines() if line.strip()]
     if not principles:
         raise InputError(f"--constitution {args.constitution}: no principle found. Write one per line.")
@@ -634,6 +632,8 @@ def main(args: Args):
         metrics = metrics_of(good, bad) if labelers else {"rows": len(good), "failed": len(bad)}
         for key, value in metrics.items():
             print(f"{key}: {value:.4g}")
+        if bad:
+            print(f"the first row of {run.folder / 'failed.jsonl'} failed because of: {bad[0]['failed']}")
         files.write_json(run.folder / "summary.json", metrics)  # after the data: it marks the run as finished
         path.unlink()
         print(f"wrote {run.folder / 'rows.jsonl'}")

@@ -130,7 +130,7 @@ def read_policies(args) -> tuple[dict[str, str], object]:
     there = [path for path in QUICKSTART if path == "tiny" or Path(path, "summary.json").exists()]
     paths = named(args.policies or there, "--policies")
     if args.reference not in paths:
-        why = f"not one of the policies {', '.join(paths)}. Name the one that the others are compared with"
+        why = f"not one of the policies {', '.join(paths)}. Name --policies, and the one to compare with"
         raise InputError(f"--reference {args.reference}: {why}")
     models = [path for path in paths.values() if path != "dataset"] or ["tiny"]
     tokenizers = []
@@ -172,8 +172,7 @@ def read_prompts(args, tokenizer, answered) -> list[tuple]:
 
     room = args.max_length - args.max_new_tokens
     grade = score_of_answer if answered else None
-    reads = prompt_sets.read_by_scorers(args, otherwise=["turns"])
-    prompts = prompt_sets.load_prompts(args.dataset, args.split, tokenizer, room, grade, reads)
+    prompts = prompt_sets.load_prompts(args.dataset, args.split, tokenizer, room, grade, reads=["turns"])
     pairs = mapping.map_rows(prompts, with_answer, args.dataset)
     return mixtures.random_subset(pairs, args.eval_prompts, lambda pair: pair[0].key)
 

@@ -9,7 +9,7 @@ from common.loading import checks, pretrained
 from common.scoring import version_evaluation
 from common.run import checkpoints, logs
 
-SHOWN = "eval/score gold/score eval/kl sft/score_win pairs/accuracy eval/score_over_before".split()
+SHOWN = "eval/score gold/score eval/kl sft/score_win_rate pairs/accuracy eval/score_over_before".split()
 
 EVALUATE_AGAIN = "Remove it: the version is then evaluated again."
 

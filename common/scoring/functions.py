@@ -89,7 +89,7 @@ def try_functions(args):
     specs = [getattr(args, name, None) or "" for name in ("scorer", "safety_scorer")]
     terms = [term for term in map(term_of, specs) if term and term.text is None]
     prompts = []
-    answers = [responses.Response([], text, True) for text in ("The answer is 1.", "")]
+    answers = [responses.Response([], text, True) for text in ("The answer is 1. (A made-up answer.)", "")]
     split = getattr(args, "split", "train")
     for row in mixtures.load_rows(args.dataset, "prompts", split)[:1] if terms else ():
         with contextlib.suppress(ValueError):  # a row without a prompt, which its reader reports
@@ -97,7 +97,7 @@ def try_functions(args):
     for term, prompt in itertools.product(terms, prompts):
         given = _call(term, [(prompt, *answers)] if compares(term) else [(prompt, x) for x in answers])
         if not all(math.isfinite(x) for by_part in given for x in by_part.values()):
-            raise InputError(f"--scorer {term.name} returned {given}, expected finite numbers")
+            raise InputError(f"--scorer {term.name} returned {given} for made-up answers, not finite numbers")
 
 
 def _call(term, batch) -> list[dict[str, float]]:
@@ -127,6 +127,8 @@ def _call(term, batch) -> list[dict[str, float]]:
         if taken := sorted(by_part.keys() & LOGGED):
             raise ValueError(f"reward/{taken[0]} is a metric of our own: give the part another name")
     except (Exception, SystemExit) as error:  # whatever a user's function raises
+        line = error.__traceback__.tb_next  # the function's own line, or None
+        did += f" in line {line.tb_lineno}," if line and did == "raised" else ""
         where = f"{batch[0][0].row.where}, columns {formats.columns(rows[0])}"
         question = f"{n} responses, the first {texts[0][:80]!r} to {questions[0][:80]!r}"
         why = f"{did} {type(error).__name__}: {error}; called with {question} ({where})"
