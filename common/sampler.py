@@ -643,7 +643,7 @@ class Args:
     model: str  # a folder of save_pretrained, a run directory (model/ inside) or a hub name
     prompt: str | None = None  # user message; None: chat, with one turn per line of input
     system: str | None = None  # system message
-    scorer: str | None = None  # reward model (folder, run or hub name) that scores each answer
+    scorer: str | None = None  # reward model (folder, run or hub name; no function) that scores each answer
     n: int = 1  # responses per message; a chat continues from the last one
     max_new_tokens: int = 256  # length limit of a response, in tokens
     temperature: float = 1.0  # sampling temperature; 0 is greedy
