@@ -236,7 +236,7 @@ def main(args: Args):
     # data: comparisons, the same on every rank, without equal or contradictory ones; the only ties are soft
     # labels of 1/2. With ratios to the K other policies, and samples of the policy for the regression of e
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
-    policy = reward_evaluation.check_sft_model(args.policy, tokenizer, args)
+    args.policy = policy = reward_evaluation.check_sft_model(args.policy, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)
     train, ratio_metrics = reward_evaluation.with_policy_answers(train, policy, tokenizer, args, run.device)
     steps_per_epoch = math.ceil(len(train) / args.batch_size)
@@ -257,7 +257,7 @@ def main(args: Args):
     optimizer = dist.adamw(model, args.lr, args)
     # Everything is loaded and checked: only now replace an old run, or load the checkpoint to resume from
     plan = f"{total_steps} optimiser steps of {args.batch_size} comparisons, "
-    plan += f"{total_steps / steps_per_epoch:.2g} epochs of {len(train):,}"
+    plan += f"{total_steps / steps_per_epoch:.4g} epochs of {len(train):,}"
     run.begin(plan=plan, modules={"advantage": (model, optimizer)}, held_out=evaluate.fingerprint)
     run.log_before(evaluate, model)
 

@@ -507,7 +507,7 @@ def plan_of(prompts, args) -> str:
     """Describe how many prompts, responses and steps the run will take, for its first lines."""
     n_prompts = min(args.prompts_per_iteration, len(prompts))
     plan = f"{args.iterations} iterations of {n_prompts} prompts, {args.n_samples} responses each "
-    plan += f"({args.iterations * n_prompts / len(prompts):.2g} passes over {len(prompts):,} prompts); "
+    plan += f"({args.iterations * n_prompts / len(prompts):.4g} passes over {len(prompts):,} prompts); "
     plan += f"{n_steps(prompts, args.iterations, args):,} optimiser steps"
     if args.value_warmup_steps:
         plan += f", the first {args.value_warmup_steps} or more only for the value model"

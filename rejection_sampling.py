@@ -370,7 +370,7 @@ def main(args: Args):
         optimizer = dist.adamw(model, args.lr, args)
         if dist.is_main():
             n_documents = sum(map(len, stages))
-            print(f"iteration {iteration}: {len(plan)} optimiser steps on {n_documents:,} responses")
+            print(f"iteration {iteration}: {len(plan)} optimiser steps on {n_documents:,} documents")
         # versions.train writes checkpoints, and after the last step the new version, which it evaluates
         steps = versions.train(iteration, len(plan), optimizer)
         for step, row in fine_tune(model, optimizer, plan, steps, args):

@@ -155,7 +155,7 @@ def main(args: Args):
 
     # Everything is loaded and checked: only now replace an old run, or load the checkpoint to resume from
     plan = f"{total_steps} optimiser steps of {args.batch_size} rows, "
-    plan += f"{total_steps / steps_per_epoch:.2g} epochs of {len(train):,} documents in {len(blocks):,} rows"
+    plan += f"{total_steps / steps_per_epoch:.4g} epochs of {len(train):,} documents in {len(blocks):,} rows"
     run.begin(plan=plan, modules={"policy": (model, optimizer)}, held_out=evaluate.fingerprint)
     run.log_before(evaluate, model)
 

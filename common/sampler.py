@@ -619,7 +619,7 @@ def n_positions(config) -> int:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         return rope["original_max_position_embeddings"]
-    return getattr(config, "max_position_embeddings", sys.maxsize)
+    return getattr(config, "max_position_embeddings", getattr(config, "max_seq_len", sys.maxsize))  # MPT's
 
 
 @functools.cache

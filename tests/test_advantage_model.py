@@ -282,7 +282,7 @@ def test_policy_samples_gives_the_responses_that_ended(tmp_path, capsys):
     drawn = lambda seed: reward_evaluation.policy_samples(policy, prompts, TOKENIZER, 8, LIMITS, seed)
     one, again, other = map(drawn, (1, 1, 2))
     n = sum(map(len, one))
-    assert 0 < n < 16 and f"{n} of 16 samples ended within --max-new-tokens" in capsys.readouterr().out
+    assert 0 < n < 16 and f"{n} of 16 samples had room, ended within --max-new-tokens" in capsys.readouterr().out
     for sample in [sample for of_prompt in one for sample in of_prompt]:
         assert sample.dtype == torch.int32 and 1 <= len(sample) <= 60
         assert sample.tolist().index(TOKENIZER.eos_token_id) == len(sample) - 1

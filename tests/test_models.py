@@ -324,6 +324,11 @@ def test_dropout_is_off_in_training(checkpointing, rows, tmp_path):
     torch.testing.assert_close(once, expected.where(rows[1], 0.0).float(), rtol=0, atol=1e-5)
 
 
+def test_mpt_calls_its_number_of_positions_otherwise():
+    assert sampler.n_positions(transformers.MptConfig(max_seq_len=64)) == 64
+    assert sampler.n_positions(OPTConfig(max_position_embeddings=32)) == 32
+
+
 DROPPING = {
     "layers": OPTConfig(**SMALL_OPT, layerdrop=0.5, dropout=0.0),
     "attention, in a config of its own": DbrxConfig(

@@ -66,7 +66,7 @@ def default(small, tmp_path_factory):
 
 
 def test_a_run_leaves_the_whole_run_directory(default):
-    args = parse(reward.RECIPES, ["tiny", *default.command])
+    args = parse(reward.RECIPES, ["tiny", *default.command, "--sft-model", "runs/sft"])  # what None means here
     assert (args.model, args.output_dir) == ("tiny", "runs/reward")
     steps, ends = {"loss/reward"}, {"eval/pairs/copy", "eval/accuracy/copy"}
     assert_whole_run(default.folder, ["reward.py", "tiny", *default.command], args, "reward", steps, ends)

@@ -842,6 +842,16 @@ def test_log_appends_one_readable_object_per_step(tmp_path):
     assert values == [(1, 0, 1), (2, 1, 1 / 2), (3, 1, 1 / 3)]
 
 
+def test_laps_are_in_one_row_only(tmp_path):
+    run = Run(Args(output_dir=str(tmp_path / "run")), "sft")
+    run.metrics = logs.Metrics(tmp_path)
+    run.begin_round()
+    run.lap("sample")
+    for step in (1, 2):  # of one round: after a skipped iteration, an evaluation follows
+        run.log({}, step)
+    assert ["time/sample_s" in row for row in files.read_jsonl(tmp_path / "metrics.jsonl")] == [True, False]
+
+
 def test_resuming_removes_later_rows_even_broken_ones_and_continues_the_clock(tmp_path):
     log = logs.Metrics(tmp_path)
     log.start -= 100  # the run is 100 seconds old

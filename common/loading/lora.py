@@ -43,7 +43,7 @@ def attach(model, rank: int, seed: int):
 
     Its outputs do not change until B learns. Prints the share of the weights that have an adapter, and names
     the others. If the compute dtype holds the frozen weights exactly, as it does for files in bfloat16, they
-    are kept in it. rank: columns of the thin matrices. seed: of A's initial values. Every rank must call it.
+    are kept in it. rank: rows of A and columns of B. seed: of A's initial values. Every rank must call it.
     Raises InputError if there is no linear layer to adapt."""
     model.requires_grad_(False)
     adapted = [m for layer in dist.decoder_layers(model) for m in layer.modules() if type(m) is nn.Linear]

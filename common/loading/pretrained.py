@@ -70,7 +70,7 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
     else:  # restore a template that read_at_end_token cut
         tokenizer.chat_template = _each(lambda x: CUT_TEMPLATE.sub(r"\1", x), tokenizer.chat_template)
     if not tokenizer.chat_template:
-        raise InputError(f"{name} has no chat template. Give --chat-template, or add a chat_template.jinja")
+        raise InputError(f"{name} has no chat template. Add chat_template.jinja; policies: --chat-template")
     end = _end_of_turn(tokenizer, name, chat_template)
     if end != tokenizer.eos_token_id:
         # Not `tokenizer.eos_token = ...`, which would leave it in texts decoded without special tokens

@@ -132,7 +132,8 @@ def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
     values = values_of(args.criterion, policy, scorer, pairs, args.score_batch_size, args.seed)
     usable = [response.usable for response in responses]
     if not any(usable):
-        raise InputError(f"no response ended within {args.max_new_tokens} tokens (--max-new-tokens)")
+        ended = f"ended within {args.max_new_tokens} tokens (--max-new-tokens)"
+        raise InputError(f"no response {ended} without being empty or having a special token")
     # Low entropy and short responses are best
     scores = values if args.criterion == "score" else [-value for value in values]
     chosen = select(embeddings, scores, usable, args.clusters, args.per_cluster, args.seed)

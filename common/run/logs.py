@@ -49,8 +49,8 @@ WORSE = [  # (metric, end of the interval of its paired difference that shows th
 
 
 def print_results(before: dict, after: dict, shown, samples: list[dict]):
-    """Print the last three samples after training, the metrics `shown` before and after it, and a warning for
-    each held-out metric that became worse. All other results are in summary.json."""
+    """Print the last three samples that are not marked as from before training, the metrics `shown` before
+    and after it, and a warning for each held-out metric that became worse. The rest is in summary.json."""
     for sample in [x for x in samples if "response" in x and x.get("when") != "before"][-3:]:
         gold = f"  gold {sample['gold']:.1f} of {sample['perfect']:.1f}" if "gold" in sample else ""
         print(f"  {sample['prompt'][-1]['content'][:60]!r} -> {sample['response'][:80]!r}{gold}")

@@ -198,8 +198,7 @@ class Run:
     def begin_round(self):
         """Start the clock of a round."""
         self.began = time.time()
-        self.laps = {}
-        self.peaks = {}
+        self.laps, self.peaks = {}, {}
 
     # inside a round of `steps`
     def seconds(self) -> float:
@@ -222,6 +221,7 @@ class Run:
         """Write a row of metrics.jsonl. shown: keys of up to three metrics for the progress bar."""
         self.peaks.update(machine.peak_memory(self.device, "rest" if self.laps else "step"))
         self.metrics.log(step, iteration, **row, **self.laps, **self.peaks)
+        self.laps, self.peaks = {}, {}
         if shown:
             texts = {key.split("/")[-1]: f"{row[key]:.3g}" for key in shown if key in row}
             self.bar.set_postfix(texts, refresh=False)

@@ -88,7 +88,7 @@ def check_sft_model(name, tokenizer, args) -> str | None:
     pretrained.check_causal_lm(name, tokenizer, args.chat_template)
     pretrained.check_room(args.max_length, name)
     if args.length_prompts or getattr(args, "expected_reward_samples", 0):
-        pretrained.check_sampled(name, "--length-prompts 0 needs no samples")
+        pretrained.check_sampled(name, "Only --length-prompts and --expected-reward-samples need samples")
     return name
 
 
@@ -108,7 +108,7 @@ def policy_samples(model, prompts, tokenizer, n, args, seed) -> list[tuple]:
         samples[i] = tuple(torch.tensor(ids, dtype=torch.int32) for ids in ended)
     n_ended = sum(map(len, samples))
     if n_ended < n * len(prompts) and dist.is_main():
-        print(f"{n_ended} of {n * len(prompts)} samples ended within --max-new-tokens and are used")
+        print(f"{n_ended} of {n * len(prompts)} samples had room, ended within --max-new-tokens and are used")
     return samples
 
 
