@@ -365,7 +365,7 @@ def from_hub(auto_class, name, **options):
     except Exception as error:  # truncated files raise errors of many kinds
         own_code = "needs code of its own (trust_remote_code), which is not run here"
         why = own_code if "trust_remote_code" in str(error) else error
-        raise InputError(f"{name}{', which is no folder here' * (not Path(name).exists())}: {why}") from None
+        raise InputError(f"{name}: {'no such folder; ' * (not Path(name).exists())}{why}") from None
 
 
 def _read(auto_class, name, config, seed, dtype=torch.float32, on_all_ranks=False):

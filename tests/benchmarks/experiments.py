@@ -3,7 +3,7 @@ reward, or as scorers on the same labelled pairs. Every arm and seed is a separa
 runs are not repeated. Each seed has models of its own to start from (RUNS): seed 0 the quickstart's in runs/, seed N
 those in runs/seeds/N/runs.
 
-    python tests/benchmarks/experiments.py                     all, 26 hours of a core, then the evaluations
+    python tests/benchmarks/experiments.py                     all, 27 hours of a core, then the evaluations
     python tests/benchmarks/experiments.py dpo pool --publish
 
 With --publish a group's table goes to docs/results/tables/GROUP.md and to the pages that have a place for it.
@@ -418,6 +418,7 @@ GROUPS = {
             Claim("Advantage Model as scorer", "PPO", only="the six others"),
             Claim("rehearsed: the best of all commands", "`--lr 3e-4`", only="the six others"),
         ),
+        seeds=10,
     ),
     "hazards": Group(  # the recipes unlearn refusals; with rows of the group forgetting
         {
