@@ -169,6 +169,7 @@ def test_every_epoch_sees_each_block_once_in_its_own_order():
     other = rs.plan_steps(stages, 2, args)  # nor does another iteration repeat them
     assert [[document.messages[0]["content"] for (document,) in blocks] for _, blocks in other] != steps
     assert [plan[i][0] for i in (0, 9, 12)] == [args.lr, args.lr / 2, args.lr / 4]  # a stage lower each time
+    assert rs.plan_steps([[]], 1, args) == []  # nothing was selected
 
 
 # -- a version's evaluation ---------------------------------------------------------------------

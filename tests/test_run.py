@@ -693,12 +693,14 @@ def test_resuming_another_scripts_run_is_an_error_before_anything_is_written(tmp
     assert '"stage": "ppo"' in (tmp_path / "args.json").read_text()
 
 
-@pytest.mark.parametrize("name", ["a.png", "pool.jsonl"])
+@pytest.mark.parametrize("name", ["a.png", "pool.jsonl", "config.json"])  # of a model: model/ in it would be ignored
 @pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}])
 def test_foreign_files_are_not_removed(tmp_path, name, options):
     leave(tmp_path, name)
     with pytest.raises(InputError, match=f"{name} is in the way"):
         begin(tmp_path, **options)
+    with pytest.raises(InputError, match=f"{name} is in the way"):  # as --output-dir itself
+        begin(tmp_path / name, **options)
     assert (tmp_path / name).exists()
 
 
