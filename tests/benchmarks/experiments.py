@@ -3,7 +3,7 @@ reward, or as scorers on the same labelled pairs. Every arm and seed is a separa
 runs are not repeated. Each seed has models of its own to start from (RUNS): seed 0 the quickstart's in runs/, seed N
 those in runs/seeds/N/runs.
 
-    python tests/benchmarks/experiments.py                     all, 27 hours of a core, then the evaluations
+    python tests/benchmarks/experiments.py                     all, 28 hours of a core, then the evaluations
     python tests/benchmarks/experiments.py dpo pool --publish
 
 With --publish a group's table goes to docs/results/tables/GROUP.md and to the pages that have a place for it.
@@ -923,6 +923,7 @@ GROUPS = {
             ),
             Claim("Advantage Model", column="worth of a word"),
         ),
+        seeds=10,
     ),  # fmt: skip
     "expected_reward": Group(  # the Advantage Model's e(x) against the policy's responses to 200 prompts
         {
