@@ -236,9 +236,11 @@ def main(args: Args):
     # data: comparisons, the same on every rank, without equal or contradictory ones; the only ties are soft
     # labels of 1/2. With ratios to the K other policies, and samples of the policy for the regression of e
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
-    args.policy = policy = reward_evaluation.check_sft_model(args.policy, tokenizer, args)
+    args.policy = reward_evaluation.check_sft_model(args.policy, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)
-    train, ratio_metrics = reward_evaluation.with_policy_answers(train, policy, tokenizer, args, run.device)
+    train, ratio_metrics = reward_evaluation.with_policy_answers(
+        train, args.policy, tokenizer, args, run.device
+    )
     steps_per_epoch = math.ceil(len(train) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
@@ -286,7 +288,7 @@ def main(args: Args):
 
     # after training: compare e(x) with the policy's mean reward, and ranking by length or log probability
     after = {**run.evaluate_export(model, evaluate), **measures.known_metrics(evaluate.samples)}
-    metrics = reward_evaluation.expected_reward_metrics(model, policy, held_out, tokenizer, args)
+    metrics = reward_evaluation.expected_reward_metrics(model, args.policy, held_out, tokenizer, args)
     pretrained.read_at_end_token(model, tokenizer)  # so that other tools read the score there too
     run.finish(
         model,

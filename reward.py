@@ -184,7 +184,7 @@ def main(args: Args):
     # data: comparisons, the same on every rank, without equal or contradictory ones; the only ties are soft
     # labels of 1/2
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
-    args.sft_model = sft_model = reward_evaluation.check_sft_model(args.sft_model, tokenizer, args)
+    args.sft_model = reward_evaluation.check_sft_model(args.sft_model, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)
     train = comparisons.with_margins(train, args.margin)
     steps_per_epoch = math.ceil(len(train) / args.batch_size)
@@ -227,7 +227,7 @@ def main(args: Args):
 
     # after training: accuracy, calibration, and baselines that rank by length or by SFT log probability
     after = {**run.evaluate_export(model, evaluate), **measures.known_metrics(evaluate.samples)}
-    length_metrics = reward_evaluation.length_bias(model, sft_model, train, held_out, tokenizer, args)
+    length_metrics = reward_evaluation.length_bias(model, args.sft_model, train, held_out, tokenizer, args)
     gate, gate_metrics = safety.fit_safety_gate(evaluate.samples, args.safety_threshold)
     model.config.safety_gate = gate  # for ppo.py; None also removes the gate of an earlier stage
     pretrained.read_at_end_token(model, tokenizer)  # so that other tools read the score there too

@@ -226,6 +226,6 @@ def _tiny_options(source):
     Raises InputError for an option that `tiny` does not have."""
     options = dict(item.partition("=")[::2] for item in source.split(":")[1:])
     if not all(re.fullmatch(TINY.get(name, "(?!)"), value) for name, value in options.items()):
-        raise InputError(f"{_flag(source)}: tiny's options are {', '.join(TINY)} (docs/use/data.md)")
+        raise InputError(f"{_flag(source)}: options are {', '.join(TINY)}; values: docs/use/data.md")
     kinds = {"seed": int, "length_bias": float}
     return {name: kinds.get(name, str)(value) for name, value in options.items()}

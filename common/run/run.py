@@ -317,7 +317,7 @@ def find_run(args, stage="") -> str | None:
     if dist.gather([(folder / "lock").exists()])[0]:
         _lock(folder)
     before = _args_of(folder)
-    outputs = [*_outputs(folder), *folder.glob("config.json"), *[folder] * folder.is_file()]
+    outputs = [folder] if folder.is_file() else [*_outputs(folder), *folder.glob("config.json")]
     if outputs and not before:
         raise InputError(f"{outputs[0]} is in the way, and {folder} is not a run. Use another --output-dir.")
     there = [(folder / name).exists() for name in ("summary.json", "model", *RESUMABLE)]
