@@ -220,16 +220,17 @@ RECIPES = {
         replace(
             LARGE, model="meta-llama/Meta-Llama-3-8B", dataset="RLHFlow/RLHFlow-SFT-Dataset-ver2",
             # section 3.1; the data above are the authors', the last line is from their code
-            epochs=1.0, warmup_ratio=0.03, lr_schedule="cosine", batch_size=32, max_length=8192,
-            lr=2e-5, weight_decay=0.0, max_grad_norm=1.0,
+            epochs=1.0, lr=2e-5, warmup_ratio=0.03, lr_schedule="cosine", batch_size=32, max_length=8192,
+            weight_decay=0.0, max_grad_norm=1.0,
         ),
     ),
     "rlhf_workflow_preference": (
         "RLHF Workflow's pairwise preference model, on the rows of python -m common.programs.pairwise",
         replace(
             LARGE, model="meta-llama/Meta-Llama-3-8B-Instruct", dataset="runs/pairs/train.jsonl",
-            epochs=1.0, lr_schedule="cosine", batch_size=128, max_length=3072,  # 2.2, like the warm-up
-            eval_dataset="runs/pairs/held_out.jsonl", sample_prompts=0, lr=5e-6,  # lr: the authors' code
+            # section 2.2, like the default warm-up
+            epochs=1.0, lr=5e-6, lr_schedule="cosine", batch_size=128, max_length=3072,
+            eval_dataset="runs/pairs/held_out.jsonl", sample_prompts=0,
         ),
     ),
     "llama2": (

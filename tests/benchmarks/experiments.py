@@ -250,7 +250,12 @@ AGAINST_GIVEN = {  # arms of the ladder, and their labels in claims.md
     "offline, SFT's responses, 8, annotators": "",
     "offline, SFT's responses, 2, annotators": "",
 }
-FARTHER = {beta: f"online, 8, annotators, β {beta}" for beta in ("0.15", "0.05")}
+FARTHER = {  # arms that were added when the results of the others were known
+    "online, 8, annotators, β 0.15": "--beta 0.15",
+    "online, 8, annotators, β 0.05": "--beta 0.05",
+    "online, 8, annotators, four passes": "--epochs 4",
+    "online, 8, annotators, β 0.05, four passes": "--beta 0.05 --epochs 4",
+}
 AM = f"ppo --scorer runs/advantage_model --dataset {HALF} --reward-norm none"
 TWO = f"{PPO} --dataset tiny:commands=first+ends"  # hard enough that the other six commands are forgotten
 HARD = f"{TWO} --lr 1e-3 --kl-coef 0.3"
@@ -353,6 +358,7 @@ GROUPS = {
         claims=(
             Claim("PPO", row=3, label="PPO"),
             Claim("`--safety-scorer`", row=3, label="with the gate, a safety model that rejection sampling did not have"),
+            Claim("`--safety-scorer`", only="no hazard", says="no less"),
         ),
         seeds=10,
     ),
@@ -540,11 +546,16 @@ GROUPS = {
             "given pairs, `--beta 0.05`": f"{GIVEN_ANEW} --beta 0.05",
             "given pairs, `--beta 0.05 --epochs 4`": f"{GIVEN_ANEW} --beta 0.05 --epochs 4",
             **{arm: f"=ladder/{name_of(arm)}" for arm in AGAINST_GIVEN},
-            **{arm: rung(ANNOTATORS, 525, f"--beta {beta}") for beta, arm in FARTHER.items()},
+            **{arm: rung(ANNOTATORS, 525, flags) for arm, flags in FARTHER.items()},
         },
         claims=tuple(
             Claim(arm, "given pairs", row=22 if label else 0, kl=("own",), label=label)
-            for arm, label in (AGAINST_GIVEN | dict.fromkeys(FARTHER.values(), "")).items()
+            for arm, label in (AGAINST_GIVEN | dict.fromkeys(FARTHER, "")).items()
+        )
+        + tuple(
+            Claim(arm, "given pairs, `--beta 0.05 --epochs 4`")
+            for arm in FARTHER
+            if "four passes" in arm
         ),
         seeds=10,
     ),
