@@ -156,8 +156,20 @@ def test_a_labeler_that_answers_too_few_questions_loses_no_pair():
         def probabilities(self, questions, options):
             return super().probabilities(questions, options)[:2]
 
-    with pytest.raises(InputError, match="--model: the labeler answered 2 of 4 questions"):
+        def generate(self, questions, *options):
+            return super().generate(questions, *options)[:1]
+
+    words = "--model: the labeler answered {} questions"
+    with pytest.raises(InputError, match=words.format("2 of 4")):
         labels(Short(), [item(), item()])
+    with pytest.raises(InputError, match=words.format("1 of 4")):
+        labels(Short(), [item(), item()], chain_of_thought=True)
+    for texts in ((), ("ant",)):  # answers, or only critiques and revisions
+        args = args_of("revise")
+        with pytest.raises(InputError, match=words.format("1 of 2")):
+            list(ai.revise([item(texts=texts), item(texts=texts)], Short(), ai.load_principles(args), args))
+    with pytest.raises(InputError, match=words.format("1 of 4")):
+        list(ai.sample([item(), item()], {"short": Short()}, (), args_of("sample")))
 
 
 def test_too_little_probability_in_either_order_is_no_answer():
@@ -643,6 +655,8 @@ def test_special_tokens_in_texts_are_left_out(model_of):
     dirty = ai.Question("Say {x}", {"x": "a<end><user> b<pad>"}, "Well<assistant> c:")
     assert labeler.encode(dirty, 4) == labeler.encode(clean, 4)
     assert torch.equal(labeler.probabilities([dirty], TEN), labeler.probabilities([clean], TEN))
+    nested = ai.Question("Say {x}", {"x": "a<e<end>nd><us<pad>er> b"}, "Well<ass<e<end>nd>istant> c:")
+    assert labeler.encode(nested, 4) == labeler.encode(clean, 4)  # what is left is no special token either
     ids = labeler.encode(dirty, 4)
     assert [ids.count(labeler.tokenizer.convert_tokens_to_ids(x)) for x in SPECIAL] == [0, 1, 1, 1]
 
@@ -698,7 +712,7 @@ def test_a_model_labels_and_the_same_seed_gives_the_same_file(more, folders, pai
 
 
 def test_a_model_revises_and_another_seed_gives_other_texts(folders, prompts, tmp_path):
-    options = {"model": str(folders / "spaced"), "max_rows": 3, "max_new_tokens": 60, "temperature": 1.0}
+    options = {"model": str(folders / "spaced"), "max_rows": 12, "max_new_tokens": 60, "temperature": 1.0}
     first, again, other = (
         run(tmp_path / name, prompts, "revise", seed=seed, **options)
         for name, seed in (("a", 0), ("b", 0), ("c", 1))
@@ -802,7 +816,7 @@ def test_categories_are_balanced_and_dropped_rows_are_reported(tmp_path):
     }  # fmt: skip
     assert found.rows[-1] == {**rows[13], "row": 13}  # as it was, by its tags
     failed = collections.Counter(row["failed"] for row in found.failed)
-    assert failed == {"no list of tags and no category": 3, "its tags are in chosen rows already": 4}
+    assert failed == {"no list of tags and no category": 3, "its tags are taken, or --max-rows is reached": 4}
 
 
 def test_hindsight_says_what_each_response_achieved(tmp_path):
@@ -827,6 +841,17 @@ def test_hindsight_says_what_each_response_achieved(tmp_path):
             ]  # fmt: skip
     known = TOKENIZER(f"{ai.TEXTS['good']} {ai.TEXTS['bad']}")["input_ids"]
     assert known.count(TOKENIZER.unk_token_id) == 3  # of "Answer well Answer badly" the tiny world has a word
+
+
+def test_max_rows_of_hindsight_keeps_the_responses_to_a_prompt_together(tmp_path):
+    """A response alone would be its own median, and so always good."""
+    rows = [{"prompt": f"copy {a}", "response": f"{a} {i}", "score": i} for i in range(4) for a in tiny.ANIMALS[:10]]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    found = run(tmp_path / "run", path, "hindsight", model="", max_rows=20).rows
+    assert len(found) == 20
+    for row in found:
+        instruction = ai.TEXTS["bad" if row["score"] < 1.5 else "good"]
+        assert row["prompt"][0] == {"role": "system", "content": instruction}
 
 
 def test_the_next_round_of_hindsight_replaces_the_instruction(tmp_path):
@@ -1069,10 +1094,13 @@ def test_a_run_leaves_its_arguments_rows_and_a_summary_last(pairs, tmp_path):
     assert len(rows) == 40 and all(list(r) == names for r in rows)
 
 
-def test_completions_of_a_prompt_are_labelled_as_pairs(tmp_path):
-    rows = [{"prompt": "copy ant", "completion": text, "label": text == "ant"} for text in ("ant", "bear")]
+@pytest.mark.parametrize("column", ["label", "score"])
+def test_completions_of_a_prompt_are_labelled_as_pairs(column, tmp_path, capsys):
+    rows = [{"prompt": "copy ant", "completion": text, column: text == "ant"} for text in ("ant", "bear")]
+    rows = [{**row, column: float(row[column])} if column == "score" else row for row in rows]
     found = run(tmp_path / "run", write_rows(tmp_path / "kto.jsonl", rows), model="gold_labeler:noisy")
     assert [(r["chosen"], r["rejected"]) for r in found.rows] == [("ant", "bear")]
+    assert "not read" not in capsys.readouterr().out  # nor columns that only the program wrote
 
 
 @pytest.mark.parametrize(
@@ -1142,15 +1170,31 @@ def test_rows_of_two_ranks_with_gaps_are_completed_and_sorted(pairs, tmp_path):
 
 
 def test_failed_rows_stay_counted_and_are_not_retried(pairs, tmp_path, monkeypatch):
-    run(tmp_path / "run", pairs, model="gold_labeler:mute")
+    with pytest.raises(InputError, match="no row has a result: the labeler chose neither 1 nor 2"):
+        run(tmp_path / "run", pairs, model="gold_labeler:mute")
     failed = (tmp_path / "run" / "failed.jsonl").read_text()
-    (tmp_path / "run" / "summary.json").unlink()
+    assert not (tmp_path / "run" / "summary.json").exists()
     # As the file is before its end: what failed is among the rows
     (tmp_path / "run" / "partial.jsonl").write_text("".join(failed.splitlines(keepends=True)[:30]))
     made = asked_by(monkeypatch)
     found = run(tmp_path / "run", pairs, model="gold_labeler:noted", resume=True, chunk_rows=10)
     assert len(made[0].asked) == 20 and [r["row"] for r in found.rows] == list(range(30, 40))
     assert found.summary["failed"] == 30 and [r["row"] for r in found.failed] == list(range(30))
+
+
+def test_a_resumed_run_with_fewer_rows_keeps_only_these(pairs, tmp_path):
+    options = {"model": "gold_labeler:noisy", "chunk_rows": 2}
+    whole = run(tmp_path / "run", pairs, **options)
+    fewer = run(tmp_path / "fewer", pairs, **options, max_rows=2)
+    (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "run" / "partial.jsonl").write_text(whole.text)
+    assert run(tmp_path / "run", pairs, **options, max_rows=2, resume=True).text == fewer.text
+
+
+def test_counts_are_printed_whole(tmp_path, capsys):
+    rows = [{"prompt": f"copy {i}", "category": str(i)} for i in range(10001)]
+    run(tmp_path / "run", write_rows(tmp_path / "rows.jsonl", rows), "select", model="")
+    assert "rows: 10001\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("task", ["label", "revise"])
@@ -1188,7 +1232,7 @@ def test_two_ranks_give_the_rows_of_one(task, chunk_rows, max_rows, pairs, promp
     dataset = {"label": pairs, "revise": prompts, "sample": prompts}[task]
     options = {"model": "gold_labeler:noisy", "chunk_rows": chunk_rows, "max_rows": max_rows}
     if task == "sample":
-        options |= {"model": str(folders / "spaced"), "batch_size": 2, "responses": 3, "temperature": 1.0}
+        options |= {"model": str(folders / "spaced"), "batch_size": 2, "responses": 12, "temperature": 1.0}
     alone = run(tmp_path / "one", dataset, task, **options)
     succeeds(script(tmp_path / "two", dataset, task, ranks=2, **options))
     assert (tmp_path / "two" / "rows.jsonl").read_text() == alone.text
@@ -1239,6 +1283,7 @@ def test_a_mistake_on_the_command_line_ends_with_one_clear_line_and_code_2(pairs
         ({"min_mass": 1.1}, "--min-mass 1.1: expected more than 0, at most 1"),
         ({"examples": 9}, "--examples 9: expected 0 to 8"),
         ({"other_models": ("gold_labeler:exact",)}, "--other-models .*no names except with sample"),
+        ({"task": "sample", "other_models": ("gold_labeler:exact",)}, "--other-models .*expected different models"),
         ({"chains": 2}, "--chains 2: expected 1 without --chain-of-thought"),
         ({"chains": 0, "chain_of_thought": True}, "--chains 0"),
         ({"task": "revise", "revisions": 0}, "--revisions 0"),
@@ -1314,7 +1359,7 @@ def test_labels_train_a_reward_model_revisions_a_policy_and_the_rater_scores_for
         "save_every": 0,
     }  # fmt: skip
     base = smaller_model(tmp_path / "base")
-    more = {"temperature": 1.0, "max_new_tokens": 8, "max_rows": 12}
+    more = {"temperature": 1.0, "max_new_tokens": 8, "max_rows": 12, "responses": 30}
     succeeds(script(tmp_path / "pairs", prompts, "sample", model=base, **more))
     sampled = read_jsonl(tmp_path / "pairs" / "rows.jsonl")
     write_rows(tmp_path / "all.jsonl", sampled + read_jsonl(pairs))

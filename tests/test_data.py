@@ -2,6 +2,7 @@
 
 import functools
 import gzip
+import io
 import itertools
 import json
 import random
@@ -546,6 +547,8 @@ def test_a_data_sets_name_renames_columns_and_chooses_rows(items, kept, tmp_path
     plain = f"{tmp_path / 't.csv'}"
     items = f"question=prompt&{items}".strip("&")
     spec = mixtures.with_columns(f"tiny:seed=1,{plain}:0.5", items.replace("&", " , "))
+    few = mixtures.with_columns(f"{plain}:0.00005,{plain}:0.5", "b=c")  # Python writes 5e-05
+    assert [weight for _, _, weight in mixtures.sources(few)] == [5e-5, 0.5]
     assert spec == f"tiny:seed=1,{plain}?{items}:0.5"
     assert [(name, weight) for name, _, weight in mixtures.sources(spec)] == [("tiny:seed=1", None), (plain, 0.5)]
     rows = mixtures.load_rows(spec.split(",")[1], "sft")
@@ -726,6 +729,18 @@ def test_hub_names_carry_configuration_and_split(spec, asked, monkeypatch):
 
 # -- bad input: an InputError that names it --------------------------------------------------
 GOOD = b'{"prompt": "copy ant", "completion": "ant"}\n'
+
+
+def damaged_parquet():
+    """A file whose footer has the right place and length, but says nothing that can be read."""
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([A]), file)
+    content = bytearray(file.getvalue())
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    content[start : start + 4] = b"\xff" * 4
+    return bytes(content)
+
+
 packed = functools.partial(gzip.compress, mtime=0)  # without the hour: each process must see the same names
 
 
@@ -759,6 +774,7 @@ packed = functools.partial(gzip.compress, mtime=0)  # without the hour: each pro
         ("r.jsonl.gz", GOOD, r"r\.jsonl\.gz"),  # not compressed at all
         ("r.parquet", GOOD, r"r\.parquet"),
         ("r.parquet", b"", r"r\.parquet"),
+        ("r.parquet", damaged_parquet(), r"r\.parquet"),
     ],
 )
 def test_unreadable_file_is_an_input_error_that_names_it(name, content, says, tmp_path):

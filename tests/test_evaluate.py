@@ -637,27 +637,14 @@ def test_answers_in_the_data_are_a_policy_without_a_kl(small, tmp_path):
     assert "kl" in figures["a"] and "kl" not in figures["gold"] and figures["gold"]["score"] == 1
 
 
-@pytest.mark.parametrize(
-    "rows, best",
-    [
-        ([{"completion": "ant", "score": 0.1}, {"completion": "eel", "score": "0.9"}], "eel"),
-        ([{"completion": "ant", "score": -2}, {"completion": "eel", "score": 1}, {"completion": "cat"}], "eel"),
-        ([{"completion": "ant", "label": False}, {"completion": "eel", "label": True}], "eel"),
-        ([{"chosen": "ant", "rejected": "cat", "chosen_score": 2, "rejected_score": 1},
-          {"chosen": "eel", "rejected": "cat", "chosen_score": 3, "rejected_score": 1}], "eel"),
-        ([{"chosen": "ant", "rejected": "eel", "chosen_score": 2, "rejected_score": 5, "preference": 0.2},
-          {"chosen": "dog", "rejected": "cat", "chosen_score": 3, "rejected_score": 1}], "eel"),
-        ([{"responses": [{"text": "ant", "score": 1}, {"text": "cat", "score": 0}]},
-          {"responses": [{"text": "dog", "score": 0}, {"text": "eel", "score": 3}]}], "eel"),
-        ([{"completion": None}, {"completion": "eel"}], "eel"),  # an answer, if there is one
-        ([{"completion": "ant"}, {"completion": "eel"}], "ant"),  # nobody says which is better: the first
-    ],
-)  # fmt: skip
-def test_the_best_of_several_answers_in_the_data_is_used(rows, best, tmp_path):
-    rows = [{"prompt": "copy owl", "completion": "owl"}, *({"prompt": "copy eel", **row} for row in rows)]
+def test_the_first_of_several_rows_with_a_prompt_answers_it(tmp_path, capsys):
+    answers = [{"completion": "ant"}, {"completion": "eel"}, {"chosen": "owl", "rejected": "cat"}]
+    ranked = {"responses": [{"text": "dog", "score": 0}, {"text": "eel", "score": 3}]}
+    rows = [{"prompt": "copy owl", **ranked}, *({"prompt": "copy eel", **row} for row in answers)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     pairs = evaluate.read_prompts(args_of(dataset=str(path)), TOKENIZER, answered=True)
-    assert {p.question: response.text for p, response in pairs} == {"copy owl": "owl", "copy eel": best}
+    assert {p.question: response.text for p, response in pairs} == {"copy owl": "eel", "copy eel": "ant"}
+    assert "an earlier row has the same prompt" in (out := capsys.readouterr().out) and "not read" not in out
 
 
 def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_path):
@@ -675,6 +662,7 @@ def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_
     "given, words",
     [
         (["--temperatures", "-1"], "--temperatures .*0 or more"),
+        (["--temperatures", "1", "1.0000001"], "--temperatures .*different"),
         (["--temperatures", "1", "-0.5"], "--temperatures .*0 or more"),
         (["--temperatures", "1", "nan"], "--temperatures .*0 or more"),
         (["--max-length", "300"], "--max-length 300: tiny has only 128 positions"),
@@ -691,6 +679,7 @@ def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_
         (["--scorers", GOLD], "--scorers .*: expected nothing together with --policies"),
         (["--policies", "--scorers", f"a={GOLD}", f"a={SAFETY}"], "--scorers: two entries are named 'a'"),
         (["--policies", "--dataset", "tiny", "--scorers", f"a={GOLD}", "b=/nowhere/run"], "there is no /nowhere/run"),
+        (["--policies", "--dataset", "tiny", "--scorers", f"a={GOLD}", f"{GOLD}_no"], "expected module:function"),
         (["everything"], "unknown recipe"),
     ],
 )

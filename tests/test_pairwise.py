@@ -1,6 +1,7 @@
 """common/programs/pairwise.py: the rows that it writes, the training of sft.py on them, and the preferences
 of a model between two responses, in both orders."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -172,6 +173,19 @@ def test_two_responses_that_do_not_fit_into_the_model_are_a_tie_and_the_others_a
 
 
 # -- a run -----------------------------------------------------------------------------------------
+def test_data_without_a_better_side_and_a_missing_held_out_set_are_named_and_write_nothing(tmp_path):
+    rows = [{"prompt": f"copy {a}", "chosen": a, "rejected": "cat", "preference": 0.5} for a in tiny.ANIMALS[:9]]
+    ties = tmp_path / "ties.jsonl"
+    ties.write_text("".join(json.dumps({**row, "chosen": f"{row['chosen']} x"}) + "\n" for row in rows))
+    for options, words in (
+        ({}, "--dataset .*ties.jsonl: no pair with a better side"),
+        ({"eval_dataset": "nosuch.jsonl"}, "--eval-dataset nosuch.jsonl: no such file"),
+    ):
+        with pytest.raises(InputError, match=words):
+            pairwise.main(pairwise.Args(dataset=str(ties), output_dir=str(tmp_path / "run"), **options))
+    assert not (tmp_path / "run").exists()
+
+
 def test_pairs_train_a_model_whose_accuracy_evaluate_measures(tmp_path, monkeypatch):
     small, pairs, model = make_small(tmp_path), tmp_path / "pairs", tmp_path / "model"
     files = {name: small.options[name] for name in ("dataset", "eval_dataset")}

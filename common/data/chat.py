@@ -76,6 +76,13 @@ def special_tokens(tokenizer):
     return re.compile("|".join(map(re.escape, {*added, *tokenizer.all_special_tokens})))
 
 
+def without_special_tokens(tokenizer, text: str) -> str:
+    """Remove special tokens from a text, also those that only appear once others have been removed."""
+    while special_tokens(tokenizer).search(text):
+        text = special_tokens(tokenizer).sub("", text)
+    return text
+
+
 def check_known(tokenizer, ids):
     """Raise ValueError if most of these ids are the token for unknown words."""
     unknown = tokenizer.unk_token_id  # GPT-2's is its end-of-sequence token

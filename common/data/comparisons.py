@@ -85,7 +85,7 @@ def joined(rows, tokenizer=None):
     single = collections.defaultdict(list)
     for row in rows:
         column = "score" if row.data.get("label") is None else "label"
-        paths = {*row.read, column}
+        paths = {*row.read, column, "chosen_score", "rejected_score"}  # the last two are written below
         cells = mapping.cells_of({**row.data, "label": None}, paths, tokenizer)
         try:
             if "chosen" in cells or "responses" in cells:

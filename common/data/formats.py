@@ -174,7 +174,7 @@ def in_our_columns(row: dict) -> tuple[dict, set[str]]:
 
 
 # -- files -----------------------------------------------------------------------------------------
-BROKEN = (ValueError, TypeError, RecursionError, csv.Error, EOFError, gzip.BadGzipFile, zlib.error)
+BROKEN = (ValueError, TypeError, RecursionError, csv.Error, EOFError, OSError, zlib.error)
 
 
 def read_file(path: Path):

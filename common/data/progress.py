@@ -46,11 +46,9 @@ def print_table(rows: list[dict]):
     """Print rows that have the same keys as a table, on rank 0."""
     if not rows or not dist.is_main():
         return
-    lines = [list(rows[0]), *(row.values() for row in rows)]
     shown = lambda x: f"{x:.1f}" if isinstance(x, float) else str(x)
-    cells = [list(map(shown, line)) for line in lines]
-    widths = [0] * len(rows[0])
-    for line in cells:
-        widths = [max(width, len(cell)) for width, cell in zip(widths, line)]
-    for line in cells:
+    lines = [list(rows[0]), *(list(map(shown, row.values())) for row in rows)]
+    widest = lambda i: max(len(line[i]) for line in lines)
+    widths = list(map(widest, range(len(rows[0]))))
+    for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())

@@ -8,14 +8,12 @@ from common.responses import Prompt
 from common.data import chat, formats, mapping, message_columns, mixtures, splits
 
 
-def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None, reads=()) -> list[Prompt]:
+def load_prompts(spec, split, tokenizer, max_tokens: int, reads=()) -> list[Prompt]:
     """Load the different prompts of a data set, each once, of at most max_tokens tokens.
 
     Dropped rows are counted and named. message_columns.prompt_turns says which columns are read. Raises
     InputError if no prompt is left.
 
-    grade: function of a row's data. Of several rows with the same prompt, the one with the highest value is
-      used; None: the first one.
     reads: further columns that the caller reads, so that they are not reported as unread."""
 
     def turns_of(row):
@@ -40,8 +38,6 @@ def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None, reads=()) 
 
     keys = set()
     rows = mixtures.load_rows(spec, "prompts", split)
-    if grade:
-        rows = sorted(rows, key=lambda row: grade(row.data), reverse=True)  # stable
     turns_of_rows = mapping.read(rows, turns_of, spec, "prompts, only given to scoring functions", tokenizer)
     ids = mapping.map_over_ranks(turns_of_rows, partial(chat.prompt_ids, tokenizer))
     return mapping.map_rows(rows, prompt_of, spec, ids)

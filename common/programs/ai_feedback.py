@@ -111,13 +111,13 @@ class LanguageModel:
         """Return the token ids of the question followed by the opening of the answer. The list is empty if
         there is no room for `reserve` more tokens, or if the chat template refuses the messages."""
         # Texts of users must not inject special tokens, such as the end of a turn
-        plain = chat.special_tokens(self.tokenizer).sub
+        plain = lambda text: chat.without_special_tokens(self.tokenizer, text)
         ids = []
-        values = {name: plain("", text) for name, text in question.values.items()}
-        turns = [{**turn, "content": plain("", turn["content"])} for turn in question.before]
+        values = {name: plain(text) for name, text in question.values.items()}
+        turns = [{**turn, "content": plain(turn["content"])} for turn in question.before]
         turns.append({"role": "user", "content": fill(question.template, values)})
         with contextlib.suppress(ValueError):  # the chat template refuses it
-            ids = chat.prompt_ids(self.tokenizer, turns) + self._ids(plain("", question.opening))
+            ids = chat.prompt_ids(self.tokenizer, turns) + self._ids(plain(question.opening))
         return ids if len(ids) + reserve <= self.room else []
 
     def _ids(self, text):
@@ -160,7 +160,7 @@ class LanguageModel:
         paths: for each option, its token ids at these positions.
         Raises InputError if the tokenizer does not give every option known tokens of its own."""
         # Tokenize each option together with the opening and a space: the space may merge with the option
-        plain = chat.special_tokens(self.tokenizer).sub("", question.opening)
+        plain = chat.without_special_tokens(self.tokenizer, question.opening)
         ends = [self._ids(f"{plain} {x}") for x in options]
         same = len(os.path.commonprefix(ends))
         paths = [tuple(end[same:]) for end in ends]
@@ -205,6 +205,13 @@ def load_labeler(spec, device, args, flag="--model"):
     return labeler
 
 
+def all_of(answers, questions):
+    """Return a labeler's answers. Raises InputError unless there is one for each question."""
+    if len(answers) != len(questions):
+        raise InputError(f"--model: the labeler answered {len(answers)} of {len(questions)} questions")
+    return answers
+
+
 # -- the tasks: each takes the rows of this rank and yields a result per row, or {"failed": reason} ----
 def sample(rows, policies, principles, args):
     """Sample --responses answers to each row from each of `policies`, {name: labeler}.
@@ -217,7 +224,8 @@ def sample(rows, policies, principles, args):
         answers = {}
         for place, (name, policy) in enumerate(policies.items()):
             seed = dist.seed_of(args.seed, "sample", place, *(row.number for row in group))
-            answers[name] = policy.generate(questions, args.max_new_tokens, args.temperature, seed)
+            texts = policy.generate(questions, args.max_new_tokens, args.temperature, seed)
+            answers[name] = all_of(texts, questions)
         for span in split(range(len(questions)), args.responses):
             model_of_text = {}
             for i, name in itertools.product(span, policies):
@@ -266,12 +274,10 @@ def label(rows, labeler, principles, args):
             temperature = args.temperature if args.chains > 1 else 0.0
             questions = [question._replace(opening=TEXTS["thoughts"]) for question in questions]
             answers = labeler.generate(questions, args.max_new_tokens, temperature, seed)
-            rationales = [text for text, _ in answers]
+            rationales = [text for text, _ in all_of(answers, questions)]
             openings = [f"{TEXTS['thoughts']} {text}\n{TEXTS['ending']}" for text in rationales]
             questions = [q._replace(opening=opening) for q, opening in zip(questions, openings)]
-        answers = labeler.probabilities(questions, ("1", "2"))
-        if len(answers) != len(questions):
-            raise InputError(f"--model: the labeler answered {len(answers)} of {len(questions)} questions")
+        answers = torch.as_tensor(all_of(labeler.probabilities(questions, ("1", "2")), questions))
         for i, text in enumerate(rationales):
             answers[i] *= bool(text)  # an empty rationale counts as no answer
         chains.append(answers)
@@ -343,7 +349,7 @@ def revise(rows, labeler, principles, args):
 
     def write(questions) -> list[tuple[str, bool]]:
         seed = dist.seed_of(args.seed, "revise", next(calls), *(row.number for row in rows))
-        return labeler.generate(questions, args.max_new_tokens, args.temperature, seed)
+        return all_of(labeler.generate(questions, args.max_new_tokens, args.temperature, seed), questions)
 
     talks = [{"prompt": message_columns.transcript(row.prompt)} for row in rows]
     answers = iter(write([asked(row) for row in rows if not row.texts]))
@@ -389,16 +395,16 @@ def select(rows, labeler, principles, args):
     n = args.max_rows or list(pass_of.values()).count(0)
     taken = set(sorted(pass_of, key=pass_of.get)[:n])  # the sort is stable: most tags first in each pass
     for i in range(len(rows)):
-        why = "its tags are in chosen rows already" if tags_of[i] else "no list of tags and no category"
+        why = "its tags are taken, or --max-rows is reached" if tags_of[i] else "no list of tags and no category"
         yield {} if i in taken else {"failed": why}
 
 
 def tags_of_row(row) -> set[str]:
     """Return the distinct `tags` of a row, or else its `category`; empty if it has neither."""
     tags = row.get("tags")
-    category = row.get("category")
-    tags = tags or ([] if category is None else [str(category)])
-    return set(tags) if isinstance(tags, list) and all(isinstance(tag, str) for tag in tags) else set()
+    if isinstance(tags, list) and tags and all(isinstance(tag, str) for tag in tags):
+        return set(tags)
+    return set() if row.get("category") is None else {str(row["category"])}
 
 
 def hindsight(rows, labeler, principles, args):
@@ -477,7 +483,9 @@ def read_items(args) -> list[Item]:
             values.read.update(values)  # all but row and failed are copied, so none is reported as unread
             start = {name: value for name, value in values.items() if name != "failed"}
         start = json.loads(json.dumps(start, default=str))  # dates, for example, become text
-        return Item(number, f"{number}/{row.where}", {**start, "row": number}, prompt, texts, human)
+        # hindsight compares the responses to a prompt, so --max-rows keeps them together
+        key = turns_key(prompt) if args.task == "hindsight" else f"{number}/{row.where}"
+        return Item(number, key, {**start, "row": number}, prompt, texts, human)
 
     rows = mixtures.load_rows(args.dataset, "preferences" if args.task == "label" else "prompts")
     if args.task == "label":
@@ -568,6 +576,7 @@ def check(args):
         args,
         ("model", args.model or args.task in WITHOUT_LABELER, "the name of a labeler"),
         ("other_models", args.task == "sample" or not args.other_models, "no names except with sample"),
+        ("other_models", len({args.model, *args.other_models}) > len(args.other_models), "different models"),
         ("chains", args.chains == 1 or args.chain_of_thought, "1 without --chain-of-thought"),
         ("examples", args.examples <= len(TEXTS["examples"]), f"0 to {len(TEXTS['examples'])}"),
         ("preamble", args.preamble == "base" or not args.constitution, "base with --constitution"),
@@ -604,8 +613,9 @@ def main(args: Args):
         raise InputError(f"--resume: the rows of --dataset are not those of {path}. {why}")
     chunks = split(items, max(size, args.chunk_rows))
     todo = [chunk for chunk in chunks if not answered.issuperset(item.number for item in chunk)]
-    again = {item.number for chunk in todo for item in chunk}  # a chunk that a crash cut short is redone
-    rows = [row for row in rows if row["row"] not in again]
+    # A chunk that a crash cut short is redone, and --max-rows may be smaller now
+    kept = prompt_of.keys() - {item.number for chunk in todo for item in chunk}
+    rows = [row for row in rows if row["row"] in kept]
     if dist.is_main():
         files.write_jsonl(path, rows)
 
@@ -624,14 +634,17 @@ def main(args: Args):
             bar.update(len(chunk))
 
     # save
+    good = sorted((row for row in rows if "failed" not in row), key=lambda row: row["row"])
+    bad = [row for row in rows if "failed" in row]
     if dist.is_main():
-        good = sorted((row for row in rows if "failed" not in row), key=lambda row: row["row"])
-        bad = [row for row in rows if "failed" in row]
         files.write_jsonl(run.folder / "failed.jsonl", bad)
+    if not good:
+        raise InputError(f"no row has a result: {bad[0]['failed']}. See {run.folder / 'failed.jsonl'}")
+    if dist.is_main():
         files.write_jsonl(run.folder / "rows.jsonl", good)
         metrics = metrics_of(good, bad) if labelers else {"rows": len(good), "failed": len(bad)}
         for key, value in metrics.items():
-            print(f"{key}: {value:.4g}")
+            print(f"{key}: {value:{'' if isinstance(value, int) else '.4g'}}")
         if bad:
             print(f"the first row of {run.folder / 'failed.jsonl'} failed because of: {bad[0]['failed']}")
         files.write_json(run.folder / "summary.json", metrics)  # after the data: it marks the run as finished

@@ -15,7 +15,6 @@ Writes samples.jsonl (all answers, or the scores of all scorers), summary.json a
 In the tiny world the table of policies uses the true reward. docs/use/evaluate.md defines every metric.
 """
 
-import contextlib
 import gc
 import itertools
 import math
@@ -31,8 +30,7 @@ import torch
 from common import dist, responses
 from common.batches import labelled_pairs
 from common.errors import InputError
-from common.data import chat, comparisons, files, formats, mapping, message_columns, mixtures, progress
-from common.data import prompt_sets
+from common.data import chat, comparisons, files, mapping, message_columns, mixtures, progress, prompt_sets
 from common.loading import pretrained
 from common.scoring import evaluation, functions, measures, reward_evaluation, safety, scorers
 from common.run import plots
@@ -94,11 +92,12 @@ class Args:
 
 
 def check(args):
-    warm = bool(args.temperatures) and all(0 <= t < math.inf for t in args.temperatures)
+    # Each has a different name in summary.json
+    warm = 0 < len({f"{t:g}" for t in args.temperatures if 0 <= t < math.inf}) == len(args.temperatures)
     check_flags(
         args,
         ("scorers", not (args.scorers and args.policies), "nothing together with --policies"),
-        ("temperatures", warm, "one or more, each 0 or more"),
+        ("temperatures", warm, "one or more different ones, each 0 or more"),
         ("eval_prompts", args.eval_prompts >= 2, "2 or more"),
         ("max_length", args.scorers or args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
     )
@@ -122,6 +121,10 @@ def named(specs, flag) -> dict[str, str]:
 
 
 # -- policies --------------------------------------------------------------------------------------
+# Columns that the policy `dataset` reads, besides those of prompts
+ANSWERS = "turns completion chosen rejected responses messages output label score preference".split()
+
+
 def read_policies(args) -> tuple[dict[str, str], object]:
     """Return ({name: path}, tokenizer) of the policies; by default, of the quickstart's runs that exist.
 
@@ -146,8 +149,8 @@ def read_policies(args) -> tuple[dict[str, str], object]:
 def read_prompts(args, tokenizer, answered) -> list[tuple]:
     """Return (prompt, response) of a random subset of --dataset. The response is None unless `answered`.
 
-    answered: keep only rows with a response, encoded as sft.py would learn it; if a prompt has several rows,
-    keep the one with the best response."""
+    answered: keep only rows with a response, encoded as sft.py would learn it. Of several rows with the same
+    prompt the first one counts."""
 
     # A ValueError drops the row; mapping.map_rows reports how many and why
     def with_answer(prompt):
@@ -171,8 +174,8 @@ def read_prompts(args, tokenizer, answered) -> list[tuple]:
         return prompt, responses.Response(ids, text, finished=True)
 
     room = args.max_length - args.max_new_tokens
-    grade = score_of_answer if answered else None
-    prompts = prompt_sets.load_prompts(args.dataset, args.split, tokenizer, room, grade, reads=["turns"])
+    reads = ANSWERS if answered else ["turns"]  # columns that are read below
+    prompts = prompt_sets.load_prompts(args.dataset, args.split, tokenizer, room, reads)
     pairs = mapping.map_rows(prompts, with_answer, args.dataset)
     return mixtures.random_subset(pairs, args.eval_prompts, lambda pair: pair[0].key)
 
@@ -188,7 +191,7 @@ def further_questions(prompt) -> list[str]:
 def next_prompt(tokenizer, prompt, answer) -> responses.Prompt:
     """Append the answer and the next of further_questions to a prompt. Text of the answer that the tokenizer
     would read as special tokens is removed."""
-    answer = chat.special_tokens(tokenizer).sub("", answer)
+    answer = chat.without_special_tokens(tokenizer, answer)
     question = {"role": "user", "content": further_questions(prompt)[0]}
     turns = [*prompt.turns, {"role": "assistant", "content": answer}, question]
     return prompt._replace(ids=chat.prompt_ids(tokenizer, turns), turns=turns)
@@ -215,18 +218,6 @@ def scores_by_turn(rows, scorer) -> dict[str, float]:
             scores.setdefault(name, []).append(score)
     names = sorted(scores, key=lambda name: "/turn_" not in name)  # turns first
     return {name: statistics.fmean(scores[name]) for name in names if not name.endswith("/None")}
-
-
-def score_of_answer(row) -> tuple[bool, float]:
-    """Return (whether sft.py would learn an answer of the row, the score that the row has for this answer, or
-    else its label; -inf without one)."""
-    side = mapping.value_or_error(message_columns.likelier, row)
-    values = [row.get(name) for name in ("score", f"{side}_score", f"score_{side}", "label")]
-    with contextlib.suppress(ValueError):  # invalid responses: the row's reader reports them
-        values = [max(message_columns.ranking(row["responses"])[1])] if "responses" in row else values
-    scores = [mapping.value_or_error(formats.number, x) for x in values]
-    answer = mapping.value_or_error(message_columns.sft_messages, row)
-    return isinstance(answer, tuple), next((x for x in scores if isinstance(x, float)), -math.inf)
 
 
 def length_controlled(won, differences) -> float:
@@ -420,7 +411,7 @@ def load_pairs(paths, args):
     encoded by the tokenizer of the first scorer that is a model; other scorers encode the texts again."""
     # An oracle or a rater names a model after the equals sign
     models = [re.sub(r"^common\.programs\.\w+:\w+=", "", path) for path in paths.values()]
-    with_tokens = [name for name in models if not re.match(functions.NAMED, name)]
+    with_tokens = [name for name in models if not functions.term_of(name)]
     # All are read, so that a wrong name is found now and not when its turn comes
     tokenizer, *_ = [pretrained.load_tokenizer(x, args.chat_template, True) for x in [*with_tokens, "tiny"]]
     if not with_tokens:

@@ -27,7 +27,7 @@ import torch
 from common import dist
 from common.batches import labelled_pairs
 from common.errors import InputError
-from common.data import chat, comparisons, files, message_columns, progress, splits
+from common.data import chat, comparisons, files, message_columns, mixtures, progress, splits
 from common.loading import pretrained
 from common.scoring import next_token
 from common.run.cli import check_flags
@@ -80,7 +80,7 @@ def oracle(name):
     into the model. Each rank holds the whole model."""
     judge = ai_feedback.LanguageModel(name, dist.setup(), ai_feedback.Args())
     letters, n_after = letters_of(judge.tokenizer)
-    without_special = partial(chat.special_tokens(judge.tokenizer).sub, "")
+    without_special = partial(chat.without_special_tokens, judge.tokenizer)
 
     def log_odds(duels):
         p_first = []  # for each order: p(A) / (p(A) + p(B)), (duels,)
@@ -124,6 +124,7 @@ class Args:
 def main(args: Args):
     dist.setup()
     check_flags(args)
+    mixtures.sources_of(args)
     folder = Path(args.output_dir)
     if folder.exists():
         raise InputError(f"--output-dir {folder}: the folder already exists. Choose another one.")
@@ -131,8 +132,10 @@ def main(args: Args):
     limits = {"max_length": args.max_length, "min_score_gap": args.min_score_gap}
     load = partial(comparisons.load, tokenizer=tokenizer, **limits)
     pairs_of_split = splits.train_and_held_out(args.dataset, args.eval_dataset, load, tokenizer)
-    for name, split in zip(("train", "held_out"), pairs_of_split if dist.is_main() else ()):
-        rows = rows_of(split, args.seed)
+    rows_of_split = [rows_of(split, args.seed) for split in pairs_of_split]
+    if not all(rows_of_split):
+        raise InputError(f"--dataset {args.dataset}: no pair with a better side for training or held out")
+    for name, rows in zip(("train", "held_out"), rows_of_split if dist.is_main() else ()):
         folder.mkdir(parents=True, exist_ok=True)
         files.write_jsonl(folder / f"{name}.jsonl", rows)  # atomic: never a partial file
         print(f"wrote {len(rows):,} rows to {folder / name}.jsonl")

@@ -198,7 +198,7 @@ def main(args: Args):
     policy = pretrained.load_frozen(args.model, tokenizer, args, device)
     rows = rehearsal_rows(policy, tokenizer, scorer, prompts, args)
     if dist.is_main():
-        files.write_jsonl(args.output, rows)  # atomic: never a partial file
+        files.write_jsonl(output, rows)  # atomic: never a partial file
         print(f"wrote {len(rows)} rows to {args.output}")
 
 

@@ -143,9 +143,9 @@ def length_metrics(sampled, scores) -> dict[str, float]:
     score vary, count; {} without such prompts."""
     of_prompts = [(list(map(len, c.samples)), x) for c, x in zip(sampled, scores) if len(x) > 2]
     correlations = [measures.correlation(lengths, x) for lengths, x in of_prompts]
-    rows = [{"r": x} for x in correlations if not math.isnan(x)]
-    metrics = measures.gains([{"r": 0.0} for _ in rows], rows, {"length/correlation": "r"})
-    return {**metrics, "length/prompts": len(rows)} if rows else {}
+    defined = [x for x in correlations if not math.isnan(x)]
+    metrics = measures.change("length/correlation", [0.0] * len(defined), defined) if defined else {}
+    return {**metrics, "length/prompts": len(defined)} if defined else {}
 
 
 def expected_reward_metrics(model, policy_name, held_out, tokenizer, args):

@@ -214,9 +214,9 @@ def _in_its_tokens(scorer, prompt, text) -> tuple[list[int], list[int]]:
     """Encode a prompt and a response's text for a scorer with another tokenizer or chat template. If the
     template rewrites the response, as some templates do with thoughts, the rewritten text is scored."""
     tokenizer = scorer.tokenizer
-    plain = chat.special_tokens(scorer.tokenizer).sub
-    messages = [{**m, "content": plain("", m["content"])} for m in prompt.turns]
-    text = plain("", text)
+    plain = lambda text: chat.without_special_tokens(tokenizer, text)
+    messages = [{**m, "content": plain(m["content"])} for m in prompt.turns]
+    text = plain(text)
     try:
         with contextlib.suppress(chat.Rewritten):
             prompt_ids, [ids] = chat.encode_responses(tokenizer, messages, [text])
