@@ -1002,6 +1002,7 @@ GROUPS = {
             Claim("renewed, round 3", "the first reward model, round 3"),
             Claim("renewed, round 3", "renewed, round 1"),
         ),
+        seeds=10,
     ),
     "hindsight": Group(  # the true reward says which of 4 responses to each of 3,000 prompts are good
         {
