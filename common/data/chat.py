@@ -78,8 +78,8 @@ def special_tokens(tokenizer):
 
 def without_special_tokens(tokenizer, text: str) -> str:
     """Remove special tokens from a text, also those that only appear once others have been removed."""
-    while special_tokens(tokenizer).search(text):
-        text = special_tokens(tokenizer).sub("", text)
+    while (shorter := special_tokens(tokenizer).sub("", text)) != text:
+        text = shorter
     return text
 
 

@@ -395,7 +395,7 @@ def select(rows, labeler, principles, args):
     n = args.max_rows or list(pass_of.values()).count(0)
     taken = set(sorted(pass_of, key=pass_of.get)[:n])  # the sort is stable: most tags first in each pass
     for i in range(len(rows)):
-        why = "its tags are taken, or --max-rows is reached" if tags_of[i] else "no list of tags and no category"
+        why = "its tags are taken, or --max-rows is reached" if tags_of[i] else "no tags and no category"
         yield {} if i in taken else {"failed": why}
 
 
@@ -639,7 +639,7 @@ def main(args: Args):
     if dist.is_main():
         files.write_jsonl(run.folder / "failed.jsonl", bad)
     if not good:
-        raise InputError(f"no row has a result: {bad[0]['failed']}. See {run.folder / 'failed.jsonl'}")
+        raise InputError(f"no result ({run.folder}/failed.jsonl): {bad[0]['failed']}. Use --overwrite.")
     if dist.is_main():
         files.write_jsonl(run.folder / "rows.jsonl", good)
         metrics = metrics_of(good, bad) if labelers else {"rows": len(good), "failed": len(bad)}
