@@ -485,8 +485,8 @@ RECIPES = {
         "RLHF Workflow's three iterations of 20,000 prompts; --length-penalty 0.001 for its concise model",
         Args(
             model="RLHFlow/LLaMA3-SFT", scorer="sfairXC/FsfairX-LLaMA3-RM-v0.1",  # the authors'
-            # The authors' run_loop.sh takes one in each iteration, here they are mixed; the paper names only the
-            # full set that they come from, RLHFlow/prompt-collection-v0.1
+            # The authors' run_loop.sh takes one in each iteration, here they are mixed. The paper names only
+            # the full set that they come from, RLHFlow/prompt-collection-v0.1
             dataset="RLHFlow/iterative-prompt-v1-iter1-20K,RLHFlow/iterative-prompt-v1-iter2-20K,"
             "RLHFlow/iterative-prompt-v1-iter3-20K",
             # section 3.3

@@ -263,8 +263,8 @@ RECIPES = {
             model="meta-llama/Llama-2-7b-chat-hf",  # section 3.2.2: from a chat checkpoint
             dataset="Anthropic/hh-rlhf",  # one of the open sets in table 6; Meta's own is not public
             margin="none",  # --margin small or large (table 27) on rows with a `rating`, which hh-rlhf lacks
-            # section 3.2.2 (lr for 70B: 5e-6). It keeps the optimiser of section 2.2, hence weight_decay; that
-            # one's eps is 1e-5, here 1e-8. max_length is the model's context
+            # section 3.2.2 (lr for 70B: 5e-6). It keeps the optimiser of section 2.2, hence weight_decay;
+            # that one's eps is 1e-5, here 1e-8. max_length is the model's context
             epochs=1.0, lr=1e-5, lr_schedule="cosine_with_min_lr", warmup_ratio=0.03, min_warmup_steps=5,
             batch_size=512, max_length=4096, weight_decay=0.1, **LARGE,
         ),
