@@ -573,6 +573,7 @@ GROUPS = {
         },
         claims=(Claim("γ 0.9", "offline CPL, α 0.1, λ 1"),),
         begin={"cpl.py": "cpl"},
+        seeds=10,
     ),
     "advantage": Group(
         sweep("reward model", "--kl-coef", STRENGTHS, PPO)
