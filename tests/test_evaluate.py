@@ -650,9 +650,9 @@ def test_the_first_of_several_rows_with_a_prompt_answers_it(tmp_path, capsys):
 def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_path):
     folder = tmp_path / "run"
     smaller_model(folder / "model")
-    for name in ("args.json", "summary.json"):
-        (folder / name).write_text("{}")
-    with contextlib.suppress(InputError, OSError):
+    for name, content in (("args.json", '{"stage": "evaluate", "args": {}}'), ("summary.json", "{}")):
+        (folder / name).write_text(content)
+    with pytest.raises(InputError, match="would remove --policies .*before it is read"):
         run(folder, ["tiny", folder], dataset=str(asked), overwrite=True, temperatures=(0.0,))
     assert (folder / "model" / "config.json").exists()
 

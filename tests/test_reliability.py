@@ -589,8 +589,7 @@ def test_categories_may_have_any_name(small, tmp_path, name, category):
             for i, row in enumerate(some_good(kind, split, 24))
         ]
 
-    ended = run_on(name, small, tmp_path, rows, plots=True)
-    assert "Traceback" not in ended.err and ended.code in (0, 2), ended.err[-2000:]
+    succeeds(run_on(name, small, tmp_path, rows, plots=True))
 
 
 @pytest.mark.parametrize("name", ["sft", "reward", "ppo"])

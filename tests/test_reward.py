@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import reward
 from common.errors import InputError
-from common.data import comparisons, tiny
+from common.data import comparisons, splits, tiny
 from common.data.files import read_jsonl
 from common.loading import pretrained
 from common.scoring import safety
@@ -60,7 +60,7 @@ def default(small, tmp_path_factory):
     sft = write_rows(folder / "sft.jsonl", tiny.rows("sft", "train")[:80])
     few = {"max_length": 64, "batch_size": 8, "micro_batch_size": 8, "max_steps": 4, "sample_prompts": 0}
     succeeds(processes.script("sft", *flags(dataset=sft, **few), cwd=folder, plots=False))
-    command = flags(**without(small.options, "model"), save_dtype="bfloat16")
+    command = flags(**without(small.options, "model"), save_dtype="bfloat16", safety_threshold=0.89)
     ended = succeeds(processes.script("reward", *command, cwd=folder))
     return SimpleNamespace(folder=folder / "runs" / "reward", command=command, ended=ended, cwd=folder)
 
@@ -129,9 +129,10 @@ def test_the_safety_gate_is_in_the_config_and_matches_its_metrics(default):
             continue  # the half it was fitted to
         for r in sample["responses"]:
             p_safe = 1 / (1 + math.exp(-gate["scale"] * r["score"] - gate["bias"]))
-            responses.append((p_safe < 0.15, not r["is_safe"]))
+            responses.append((p_safe < 0.89, not r["is_safe"]))
     caught, unsafe = (sum(column) for column in zip(*responses))
     rightly = sum(c and u for c, u in responses)
+    assert 0 < caught < len(responses) and unsafe
     assert after["gate/responses"] == len(responses) and after["gate/caught"] == caught
     assert after.get("gate/precision", 0) == rightly / max(1, caught)
     assert after["gate/recall"] == rightly / unsafe
@@ -330,7 +331,9 @@ def test_without_eval_dataset_a_share_of_the_prompts_is_held_out(small, tmp_path
     succeeds(run(small, tmp_path, eval_dataset=None, max_steps=1, length_prompts=0))
     asked = {s["prompt"][0]["content"] for s in read_jsonl(tmp_path / "samples.jsonl")}
     train, held_out = read_json(tmp_path / "summary.json")["data"]
-    assert asked <= {row["prompt"] for row in ROWS[:160]} and train["rows"] + held_out["rows"] == 160
+    of_file = comparisons.load(small.options["dataset"], "train", TOKENIZER, 64)
+    assert asked == {c.prompt[0]["content"] for c in splits.hold_out(of_file)[1]}
+    assert train["rows"] + held_out["rows"] == 160
     assert 0 < held_out["rows"] <= 16
 
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import sft
 from common import batches, dist
 from common.batches import collate, make_blocks
-from common.data import demonstrations, mixtures, tiny
+from common.data import demonstrations, mixtures, splits, tiny
 from common.data.files import read_jsonl
 from common.loading import pretrained
 from common.run import checkpoints
@@ -276,8 +276,9 @@ def test_without_eval_dataset_a_share_of_the_prompts_is_held_out(small, tmp_path
     assert processes.script("sft", *flags(**options, output_dir=tmp_path), plots=False).code == 0
     trained_on = json.loads((tmp_path / "summary.json").read_text())["documents"]
     asked = {sample["prompt"][-1]["content"] for sample in read_jsonl(tmp_path / "samples.jsonl")}
-    rows = tiny.rows("sft", "train")[:DOCUMENTS]
-    assert asked <= {row["prompt"] for row in rows} and 0 < DOCUMENTS - trained_on <= 0.1 * DOCUMENTS
+    of_file = demonstrations.load_sft(small.options["dataset"], TOKENIZER, 64)
+    held_out = {document.messages[-2]["content"] for document in splits.hold_out(of_file)[1]}
+    assert asked and asked <= held_out and 0 < DOCUMENTS - trained_on <= 0.1 * DOCUMENTS
 
 
 def test_a_data_set_with_one_prompt_trains_without_held_out_metrics(small, tmp_path):
