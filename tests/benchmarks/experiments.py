@@ -438,6 +438,7 @@ GROUPS = {
             Claim("the same, rehearsed: the best of all commands", "`ppo.py`", only="hazard"),
             Claim("the same, rehearsed: any of all commands", "`ppo.py`", only="hazard"),
         ),
+        seeds=10,
         parts=("no hazard", "hazard"),
     ),
     "dpo": Group(
