@@ -3,7 +3,7 @@ reward, or as scorers on the same labelled pairs. Every arm and seed is a separa
 runs are not repeated. Each seed has models of its own to start from (RUNS): seed 0 the quickstart's in runs/, seed N
 those in runs/seeds/N/runs.
 
-    python tests/benchmarks/experiments.py                     all, 28 hours of a core, then the evaluations
+    python tests/benchmarks/experiments.py                     all, 29 hours of a core, then the evaluations
     python tests/benchmarks/experiments.py dpo pool --publish
 
 With --publish a group's table goes to docs/results/tables/GROUP.md and to the pages that have a place for it.
@@ -369,7 +369,12 @@ GROUPS = {
             "AM-PPO": AM,
             "AM-PPO-SR": f"{AM} --rehearsal-data {{out}}/rehearsal.jsonl",
         },
-        claims=(Claim("AM-PPO", "RM-PPO"), Claim("AM-PPO-SR", "AM-PPO")),
+        claims=(
+            Claim("AM-PPO", "RM-PPO"),
+            Claim("AM-PPO", "RM-PPO", prompts=1),
+            Claim("AM-PPO-SR", "AM-PPO"),
+        ),
+        seeds=10,
         prompts=(HALF, FORGET),
         begin={
             "rehearsal.jsonl": "-m common.programs.rehearsal --model runs/sft --scorer runs/advantage_model "
