@@ -3,7 +3,7 @@ reward, or as scorers on the same labelled pairs. Every arm and seed is a separa
 runs are not repeated. Each seed has models of its own to start from (RUNS): seed 0 the quickstart's in runs/, seed N
 those in runs/seeds/N/runs.
 
-    python tests/benchmarks/experiments.py                     all, 29 hours of a core, then the evaluations
+    python tests/benchmarks/experiments.py                     all, 30 hours of a core, then the evaluations
     python tests/benchmarks/experiments.py dpo pool --publish
 
 With --publish a group's table goes to docs/results/tables/GROUP.md and to the pages that have a place for it.
@@ -1080,6 +1080,7 @@ GROUPS = {
             Claim("one threshold, asked to answer well", "hindsight, asked to answer well"),
             Claim("one threshold, asked to answer badly", "hindsight, asked to answer badly"),
         ),
+        seeds=10,
     ),  # fmt: skip
     "hir": Group(  # its two terms one by one, and in a second round
         HIR_ARMS,
