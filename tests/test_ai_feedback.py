@@ -1096,8 +1096,8 @@ def test_a_run_leaves_its_arguments_rows_and_a_summary_last(pairs, tmp_path):
 
 @pytest.mark.parametrize("column", ["label", "score"])
 def test_completions_of_a_prompt_are_labelled_as_pairs(column, tmp_path, capsys):
-    rows = [{"prompt": "copy ant", "completion": text, column: text == "ant"} for text in ("ant", "bear")]
-    rows = [{**row, column: float(row[column])} if column == "score" else row for row in rows]
+    value = {"label": bool, "score": float}[column]
+    rows = [{"prompt": "copy ant", "completion": text, column: value(text == "ant")} for text in ("ant", "bear")]
     found = run(tmp_path / "run", write_rows(tmp_path / "kto.jsonl", rows), model="gold_labeler:noisy")
     assert [(r["chosen"], r["rejected"]) for r in found.rows] == [("ant", "bear")]
     assert "not read" not in capsys.readouterr().out  # nor columns that only the program wrote

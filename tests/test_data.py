@@ -549,6 +549,8 @@ def test_a_data_sets_name_renames_columns_and_chooses_rows(items, kept, tmp_path
     spec = mixtures.with_columns(f"tiny:seed=1,{plain}:0.5", items.replace("&", " , "))
     few = mixtures.with_columns(f"{plain}:0.00005,{plain}:0.5", "b=c")  # Python writes 5e-05
     assert [weight for _, _, weight in mixtures.sources(few)] == [5e-5, 0.5]
+    [(_, [item], weight)] = mixtures.sources(f"{plain}?b==c:1.2.3e-5")  # no number, so part of the value
+    assert (item, weight) == (("b", "==", "c:1.2.3e-5"), None)
     assert spec == f"tiny:seed=1,{plain}?{items}:0.5"
     assert [(name, weight) for name, _, weight in mixtures.sources(spec)] == [("tiny:seed=1", None), (plain, 0.5)]
     rows = mixtures.load_rows(spec.split(",")[1], "sft")
@@ -782,6 +784,12 @@ def test_unreadable_file_is_an_input_error_that_names_it(name, content, says, tm
         (tmp_path / name.partition("?")[0]).write_bytes(content)
     with pytest.raises(InputError, match=says):
         mixtures.load_rows(str(tmp_path / name), "sft")
+
+
+def test_a_file_that_cannot_be_opened_is_not_called_invalid(tmp_path):
+    """What the system says, for example that there is no permission, is the reason."""
+    with pytest.raises(FileNotFoundError):
+        list(formats.read_file(tmp_path / "r.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,7 @@ def test_gamma_and_lambda_are_those_of_the_arguments():
     """gamma = 0.5: 9.7; 0.2 + 4.85; -0.1 + 2.525. lambda = 0.5: the same with values of 0."""
     want = [[2.425, 5.05, 9.7], [-1.25, -1.5]]
     assert near(estimate(gamma=0.5)[0], want) and near(estimate(lam=0.5)[0], want)
-    # With values, by hand: delta + gamma lambda * the next advantage, as 0.5 (3 - 2) + 0.2 / 2 ... 6.7 / 8
+    # With values: deltas of -0.1, -0.3, 6.7 and -2, -6.5, each plus 0.125 times the next advantage
     both = estimate(([1.0, 2.0, 3.0], [4.0, 5.0]), gamma=0.5, lam=0.25)[0]
     assert near(both, [[-0.0328125, 0.5375, 6.7], [-2.8125, -6.5]])
 

@@ -185,8 +185,8 @@ def read_file(path: Path):
     Raises InputError that names the file and the place of a row that cannot be read."""
     place = 1
     kind = "JSON" if ".json" in path.name else path.suffix[1:]
-    try:
-        with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
+    with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
+        try:
             for row in _rows(file, path.suffix.lower()):
                 if not isinstance(row, dict | tuple):
                     raise TypeError(f"expected an object, got {type(row).__name__}")
@@ -195,11 +195,11 @@ def read_file(path: Path):
                 if row != ():
                     yield place, row
                 place += 1
-    except UnicodeDecodeError as error:
-        line = place + error.object.count(b"\n", 0, error.start)
-        raise InputError(f"{path}:{line}: not UTF-8. Save it as UTF-8 (a spreadsheet as CSV UTF-8)") from None
-    except BROKEN as error:
-        raise InputError(f"{path}:{place}: not valid {kind} ({error}). Correct or remove it") from None
+        except UnicodeDecodeError as error:
+            line = place + error.object.count(b"\n", 0, error.start)
+            raise InputError(f"{path}:{line}: not UTF-8. Save it as UTF-8 (spreadsheet: CSV UTF-8)") from None
+        except BROKEN as error:
+            raise InputError(f"{path}:{place}: not valid {kind} ({error}). Correct or remove it") from None
 
 
 def _rows(file, suffix):

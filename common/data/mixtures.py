@@ -16,9 +16,9 @@ from common.errors import InputError
 from common.data import formats, message_columns, progress, tiny
 from common.data.formats import columns
 
-# A part of a mixture: source?items:weight or source:weight. After items, the weight has a decimal point,
-# because a value may contain a colon
-PART = re.compile(r"(.+?)(?:\?(.+?)(?::(\d*\.\d+|[\d.]+e-\d+))?|:(\d*\.?\d+(?:e-\d+)?))?")
+# A part of a mixture: source?items:weight or source:weight. After items, the weight has a decimal point or
+# an exponent, because a value may contain a colon
+PART = re.compile(r"(.+?)(?:\?(.+?)(?::(\d*\.\d+|\d*\.?\d+e-\d+))?|:(\d*\.?\d+(?:e-\d+)?))?")
 ITEM = re.compile(r"(.+?)(==|>=|=)(.+)")  # = renames a column, the other signs are conditions
 QUESTION = ("prompt", "instruction", "input")  # columns that message_columns.question reads
 

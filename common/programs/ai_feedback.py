@@ -483,7 +483,7 @@ def read_items(args) -> list[Item]:
             values.read.update(values)  # all but row and failed are copied, so none is reported as unread
             start = {name: value for name, value in values.items() if name != "failed"}
         start = json.loads(json.dumps(start, default=str))  # dates, for example, become text
-        # hindsight compares the responses to a prompt, so --max-rows keeps them together
+        # hindsight compares the responses to a prompt: --max-rows cuts those of one prompt at most
         key = turns_key(prompt) if args.task == "hindsight" else f"{number}/{row.where}"
         return Item(number, key, {**start, "row": number}, prompt, texts, human)
 

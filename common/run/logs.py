@@ -20,6 +20,8 @@ class Metrics:
         if keep_rows is not None and dist.is_main():
             kept = files.read_jsonl(self.path)[:keep_rows]
             files.write_jsonl(self.path, kept)
+            if len(kept) < keep_rows:
+                print(f"{self.path} has only {len(kept)} of the {keep_rows} rows that were logged")
         last = kept[-1] if kept else {"step": 0, "iteration": 0, "time_s": 0.0}
         with files.reading(self.path):
             self.start = time.time() - last["time_s"]

@@ -114,9 +114,7 @@ class Versions:
             policy = self.load(self.path(version))
             evaluate = partial(self.evaluate, version=version, evaluations=self.evaluations)
             if version == self.last:  # evaluate the weights as they will be exported
-                def metrics_of(evaluation):
-                    return self.evaluate.metrics_of({**self.evaluations, version: evaluation}, version)
-
+                metrics_of = lambda x: self.evaluate.metrics_of({**self.evaluations, version: x}, version)
                 evaluation = self.run.evaluate_export(policy, evaluate, metrics_of)
             else:
                 evaluation = evaluate(policy)

@@ -69,11 +69,10 @@ class HeldOutComparisons:
 def scores_of_each(model, some_comparisons, args) -> list[list[float]]:
     """Return the scores of each comparison's responses, labelled and sampled, on every rank."""
 
-    def by_comparison(model, batch):
+    def forward(model, batch):
         return [scores.tolist() for scores in models.scores_of(model, batch).cpu().split(batch.sizes)]
 
-    size = args.micro_batch_size
-    return of_each_comparison(by_comparison, model, some_comparisons, size, args.share_prompt)
+    return of_each_comparison(forward, model, some_comparisons, args.micro_batch_size, args.share_prompt)
 
 
 # -- log probabilities and samples of a language model ---------------------------------------------
