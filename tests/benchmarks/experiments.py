@@ -342,10 +342,13 @@ GROUPS = {
             "`--prompts-per-iteration 128 --n-samples 1`": "ppo --prompts-per-iteration 128 --n-samples 1",
         },
         claims=(
-            Claim("`--top-p 0.9`", "the recipe", row=11, says="less", column="score", label="the reward model's score"),
-            Claim("`--top-p 0.9`", "the recipe", row=11, says="less", label="true reward"),
+            Claim(
+                "`--top-p 0.9`", "the recipe", row=11, says="less", column="score",
+                label="0.9 over 1, the reward model's score",
+            ),
+            Claim("`--top-p 0.9`", "the recipe", row=11, says="less", label="0.9 over 1, true reward"),
             Claim("`--reward-norm whiten`", "the recipe"),
-            Claim("`--prompts-per-iteration 128 --n-samples 1`", "the recipe", row=14, says="less"),
+            Claim("`--prompts-per-iteration 128 --n-samples 1`", "the recipe", row=14, says="less", label="one over two"),
         ),
         seeds=10,
     ),
