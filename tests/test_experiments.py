@@ -8,6 +8,7 @@ import random
 import re
 import sys
 import types
+from pathlib import Path
 
 import annotators
 import processes
@@ -83,6 +84,31 @@ def test_the_seeds_part_between_arms_is_pooled_over_all_arms_of_the_group(verdic
     assert [x.mean, x.low, x.high] == pytest.approx([1, 1 - half, 1 + half])
     alone = verdicts.difference(weights[:2], arms[:2], arms[0])
     assert alone.low == alone.high == 1  # the same two arms without the third: the wrong certainty
+    assert x.own[:2] == (1, 1)
+
+
+def test_the_interval_of_two_arms_alone_counts_seeds_and_prompts(verdicts):
+    """Differences of two seeds on four prompts, those of the interval over the first policy by hand; a third arm, which
+    varies more, widens the pooled interval alone."""
+    by_hand = doubles([[1.5, 2.5, 0.5, 3.5], [2.5, 5.5, 3.5, 4.5]])
+    other = doubles([[7.0, -2.0, 0.0, 1.0], [3.0, 1.0, 1.0, 1.0]])
+    arms = torch.stack([other, other + by_hand, 9 * by_hand.flip(0)])
+    x = verdicts.difference(doubles([[-1.0] * 2, [1.0] * 2, [0.0] * 2]), arms, other)
+    variance = 1 + 1 / 3 - 1 / 12
+    t = verdicts.quantile(variance**2 / (1**2 / 1 + (1 / 3) ** 2 / 3))
+    assert x.own == pytest.approx([3 - t * variance**0.5, 3 + t * variance**0.5, (t + 0.842) * variance**0.5])
+    assert x.high > x.own[1] + 1
+    assert verdicts.with_own_seeds(x)[:4] == (3, x.low, x.high, x.seen)
+    narrow = x._replace(low=2.9, high=3.1, seen=0.1)
+    assert verdicts.with_own_seeds(narrow)[1:4] == x.own
+
+
+@pytest.mark.parametrize("values", [[[[1.0]]], [[[math.nan, 1.0]]], [[[]]]])
+def test_one_number_and_a_diverged_arm_have_no_interval(values, verdicts):
+    with pytest.raises(ValueError, match="no interval from [012] numbers"):
+        verdicts.difference(doubles([[1.0]]), doubles(values), doubles(values)[0] * 0)
+    with pytest.raises(ValueError, match="no interval from 1 numbers"):
+        verdicts.of_seeds([0.3])
 
 
 def test_seeds_alone_by_hand(verdicts):
@@ -93,7 +119,8 @@ def test_seeds_alone_by_hand(verdicts):
 def test_a_verdict_needs_the_pooled_interval_and_that_of_its_own_seeds(experiments):
     def judged(by_seed, **fields):
         claim = dataclasses.asdict(experiments.Claim("a", "b", **{"row": 1, **fields}))
-        x = {"mean": 0.1, "low": 0.05, "high": 0.15, "seen": 0.07, "by_seed": by_seed}
+        own = experiments.verdicts.of_seeds(by_seed).own if by_seed[1:] else (0.05, 0.15, 0.07)
+        x = {"mean": 0.1, "low": 0.05, "high": 0.15, "seen": 0.07, "by_seed": by_seed, "own": own}
         line = {**claim, "seeds": len(by_seed), "difference": x}
         return experiments.verdict_of(line), experiments.result_of(line)
 
@@ -107,21 +134,31 @@ def test_a_verdict_needs_the_pooled_interval_and_that_of_its_own_seeds(experimen
     assert judged([0.1]) == ("holds", "+0.10 [+0.05, +0.15] (one seed: prompts alone)")
 
 
-def test_arms_that_vary_more_than_their_group_seldom_pass_both_intervals(experiments, verdicts):
+@pytest.mark.parametrize(
+    "seeds, of_prompts, wrong, often",
+    [(5, 0.0, "pooled", 0.12), (10, 0.8, "without prompts", 0.07)],  # the latter: an arm is better on some prompts
+)
+def test_arms_that_vary_more_than_their_group_seldom_pass_both_intervals(
+    seeds, of_prompts, wrong, often, experiments, verdicts
+):
     """Two arms with five times the seed deviation of the eight others, and no true difference: pooling alone finds one
-    too often."""
+    too often. If arms also differ by prompt, so does its union with an interval of their seeds without the luck of the
+    prompts."""
     torch.manual_seed(0)
-    found = {"pooled": 0, "both": 0}
+    found = {"pooled": 0, "both": 0, "without prompts": 0}
     for _ in range(400):
         deviation = torch.tensor([0.25, 0.25, *[0.05] * 8])[:, None, None]
-        arms = deviation * torch.randn(10, 5, 1) + torch.randn(10, 5, 100) + torch.randn(100)
-        weights = torch.zeros(10, 5)
+        arms = deviation * torch.randn(10, seeds, 1) + torch.randn(10, seeds, 100) + torch.randn(100)
+        arms += of_prompts * torch.randn(10, 1, 100)
+        weights = torch.zeros(10, seeds)
         weights[0], weights[1] = 1, -1
-        x = verdicts.difference(weights, arms, torch.zeros(5, 100))
-        line = {**dataclasses.asdict(experiments.Claim("a", "b")), "seeds": 5, "difference": x._asdict()}
+        x = verdicts.difference(weights, arms, torch.zeros(seeds, 100))
+        line = {**dataclasses.asdict(experiments.Claim("a", "b")), "seeds": seeds, "difference": x._asdict()}
+        of_seeds = verdicts.of_seeds(x.by_seed)
         found["pooled"] += x.low > 0 or x.high < 0
         found["both"] += experiments.verdict_of(line) in ("holds", "opposite")
-    assert found["both"] < 0.08 * 400 < 0.12 * 400 < found["pooled"], found
+        found["without prompts"] += min(x.low, of_seeds.low) > 0 or max(x.high, of_seeds.high) < 0
+    assert found["both"] < 0.07 * 400 <= often * 400 < found[wrong], found
 
 
 def test_nineteen_of_twenty_simulated_intervals_contain_the_truth(verdicts):
@@ -412,7 +449,7 @@ def test_a_finished_run_of_the_same_command_is_not_started_again(experiments, tm
 
     def start(words, **_):
         started.append(words[1:])
-        return types.SimpleNamespace(returncode=0)
+        return types.SimpleNamespace(returncode=0, stdout="")
 
     monkeypatch.setattr(experiments.subprocess, "run", start)
     for command, seed in (("ppo --lr 1", 0), ("ppo --lr 1", 0), ("ppo --lr 2", 0), ("ppo --lr 2 --seed 7", 0)):
@@ -431,7 +468,7 @@ def test_what_another_command_made_or_left_behind_is_not_taken_for_finished(expe
 
     def start(words, **_):
         started.append(words[-1])
-        return types.SimpleNamespace(returncode=ended["code"], stderr="")
+        return types.SimpleNamespace(returncode=ended["code"], stdout="", stderr="")
 
     monkeypatch.setattr(experiments.subprocess, "run", start)
     (tmp_path / "arm").mkdir()
@@ -450,6 +487,72 @@ def test_what_another_command_made_or_left_behind_is_not_taken_for_finished(expe
         assert len(started) == 3 + n and not rows.exists()
 
 
+def test_what_reads_a_run_that_was_made_anew_is_made_anew(experiments, tmp_path, monkeypatch):
+    """An arm whose scorer began again, and an evaluation of the arm, under commands that say the same as before; a file
+    whose content is another; the models that a script reads without being told. A seed's runs are its own."""
+    monkeypatch.setattr(experiments.peers, "ROOT", tmp_path)
+    began, started = iter("abcdefghijkl"), []
+
+    def start(words, **_):
+        out = Path(words[words.index("--output-dir") + 1])
+        out.mkdir(parents=True, exist_ok=True)
+        files.write_json(out / "args.json", {"began": next(began)})
+        started.append(out.name)
+        return types.SimpleNamespace(returncode=0, stdout="")
+
+    monkeypatch.setattr(experiments.subprocess, "run", start)
+    group = tmp_path / "runs" / "experiments" / "group" / "0"
+    reward, arm, rows = group / "reward", group / "arm", group / "rows.jsonl"
+    rows.parent.mkdir(parents=True)
+
+    def again():
+        started.clear()
+        experiments.run(f"reward --dataset {rows}", reward, 0)
+        experiments.run(f"ppo --scorer {reward}", arm, 0)
+        experiments.run(f"-m common.programs.evaluate --policies first=runs/sft arm={arm}", group / "evaluate", 0)
+        return started
+
+    rows.write_text("a")
+    assert again() == ["reward", "arm", "evaluate"]
+    assert again() == []
+    rows.write_text("b")
+    assert again() == ["reward", "arm", "evaluate"]
+    sft = tmp_path / "runs" / "sft"
+    experiments.run("sft", sft, 0)
+    assert again() == ["reward", "arm", "evaluate"]
+    experiments.run("sft", experiments.home(1) / "runs" / "sft", 1)
+    assert again() == []
+    (arm / "args.json").write_text('{"began": "later"}')
+    assert again() == ["evaluate"]
+
+
+def test_a_finished_run_of_other_flags_is_not_taken_for_this_commands(experiments, tmp_path, monkeypatch):
+    """One without a note, as README's quickstart leaves it."""
+    said = f"{tmp_path / 'arm'} is already finished, by ppo; changed and not used: lr: 1.0 -> 2.0"
+    ended = types.SimpleNamespace(returncode=0, stdout=said)
+    monkeypatch.setattr(experiments.subprocess, "run", lambda words, **_: ended)
+    with pytest.raises(SystemExit, match=r"lr: 1.0 -> 2.0\nAnother command made .*arm\. Delete it"):
+        experiments.run("ppo --lr 2", tmp_path / "arm", 0)
+    assert not (tmp_path / "arm" / "command.txt").exists()
+
+
+@pytest.mark.parametrize(
+    "claim, error",
+    [
+        ({"after": "b typo"}, "no arm has the name b typo"),
+        ({"after": "a", "before": "a typo"}, "no arm has the name a typo"),
+        ({"after": "a", "column": "harmless", "only": "no hazard"}, "harmless is of all prompts, not of no hazard"),
+    ],
+)
+def test_a_claim_names_its_arms_and_its_prompts(claim, error, experiments):
+    rows = [{"gold": 1.0, "safety": 1.0, "is_safety": True}, {"gold": 2.0, "safety": 1.0, "is_safety": False}]
+    of_arms = {(arm, seed): rows for arm in ("a", "first") for seed in (0, 1)}
+    results = experiments.Results(["a"], 2, of_arms, {})
+    assert results.compare(experiments.Claim("a")).mean == 0
+    with pytest.raises(AssertionError, match=error):
+        results.compare(experiments.Claim(**claim))
+
+
 def test_each_seed_starts_from_models_of_its_own(experiments, tmp_path, monkeypatch):
     """Seed 0 from the quickstart's, seed 2 from its home's; both write to the same runs/experiments."""
     monkeypatch.setattr(experiments.peers, "ROOT", tmp_path)
@@ -459,7 +562,7 @@ def test_each_seed_starts_from_models_of_its_own(experiments, tmp_path, monkeypa
         out = cwd / words[words.index("--output-dir") + 1]
         out.mkdir(parents=True)
         started.append((cwd, out))
-        return types.SimpleNamespace(returncode=0)
+        return types.SimpleNamespace(returncode=0, stdout="")
 
     monkeypatch.setattr(experiments.subprocess, "run", start)
     for seed in (0, 2):
@@ -550,7 +653,7 @@ def test_pairs_are_counted_with_their_cost_and_their_accuracy(experiments, tmp_p
     kl = lambda arm, column: doubles([[1.0, 3.0]])
     arm = "online, 8, made"
     made = types.SimpleNamespace(arms=[arm], seeds=1, folders={(arm, 0): tmp_path}, values=kl)
-    gain = lambda arm, only: experiments.verdicts.Difference(0.5, 0.4, 0.6, 0.1, [0.5])
+    gain = lambda arm, only: experiments.verdicts.Difference(0.5, 0.4, 0.6, 0.1, [0.5], (0.4, 0.6, 0.1))
     lines = experiments.details.ladder(made, gain, tmp_path)
     assert lines[2:] == [f"| {arm} | 5 | 8.0 | 50%, 100% |"]  # a tie is half right
     assert (tmp_path / "ladder.png").exists()

@@ -84,6 +84,7 @@ def test_experiments_commands_parse_and_their_tables_are_those_of_the_pages(monk
 
 class Ended:
     returncode = 0
+    stdout = ""
 
 
 def test_all_scripts_and_programs_are_among_the_commands():

@@ -60,6 +60,23 @@ def test_the_spread_over_seeds_is_pooled_over_methods():
     assert real_reward.spread([[0.5], [0.2]]) == (0.0, 0)
 
 
+def test_over_one_method_the_luck_of_its_seeds_counts_once():
+    """Shares of two seeds: ppo 0 and 1, one method 1/2 and 1/2, the other 1/2 and 0."""
+    share = {"sft": (0, 0), "ppo": (0, 4), "a": (2, 2), "b": (2, 0)}  # right of four
+    of = lambda n, seed: rows([1] * n + [0] * (4 - n), [f"{seed}{i}" for i in range(4)])
+    answers = {policy: {seed: of(n, seed) for seed, n in enumerate(counts)} for policy, counts in share.items()}
+    # second less first seed 1, 0, -1/2: mean 1/6; squares of the deviations 25/36, 1/36, 16/36; half of them is spread
+    # over the two seeds, of 2 degrees of freedom
+    of_arm = (25 + 1 + 16) / 36 / 2 / 2
+    deviation, freedom = real_reward.between([[*answers[policy].values()] for policy in ("ppo", "a", "b")])
+    assert (deviation, freedom) == (pytest.approx((2 * of_arm) ** 0.5), 2)
+    half = 4.303 * deviation / 2**0.5
+    cells = real_reward.over(answers, "ppo")
+    assert [*cells] == ["a", "b"] and cells["a"][1] == f"+0.00 [{-half:+.2f}, {half:+.2f}]"
+    assert real_reward.between([[of(1, 0)], [of(2, 0)]]) == (0.0, 0)  # one seed
+    assert [*real_reward.over(answers, "sft")] == ["ppo", "a", "b"]
+
+
 def test_answers_to_one_prompt_in_two_seeds_count_as_one_prompt():
     before = [rows([0, 0], "ab"), rows([0, 0], "ab")]
     after = [rows([1, 0], "ab"), rows([1, 0], "ab")]

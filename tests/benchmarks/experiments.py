@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zlib
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -1243,9 +1244,27 @@ def seed_of(path) -> int:
     return int(path.parent.name)
 
 
+DEFAULTS = dict.fromkeys(("ppo", "rejection_sampling", "dpo_iterative"), "runs/sft runs/reward ")
+DEFAULTS |= dict.fromkeys(("reward", "advantage_model"), "runs/sft ")
+
+
+def inputs_of(command, seed) -> str:
+    """List what a command reads in runs/, a line each: a run and when it began, or a file and its checksum."""
+    text = DEFAULTS.get(command.split()[0], "") + command.replace(str(peers.ROOT), ".")
+    lines = []
+    for name in sorted(set(re.findall(r"\bruns/[\w./-]+", text))):
+        path = home(seed) / name
+        if path.is_file():
+            lines.append(f"\n{name} {zlib.crc32(path.read_bytes()):08x}")
+        elif (path / "args.json").exists():
+            lines.append(f"\n{name} {files.read_json(path / 'args.json').get('began')}")
+    return "".join(lines)
+
+
 def run(command, out, seed):
-    """Run a script, or a program with -m. What the same command finished is kept, and so is a run without
-    command.txt: it is resumed. What another command made is replaced."""
+    """Run a script, or a program with -m. What the same command finished is kept if what it reads is still the same, and
+    so is a run without command.txt: it is resumed. What another command made, or the same of other inputs, is
+    replaced."""
     words = shlex.split(command)
     if words[0] != "-m":
         recipe = [] if words[1:] and not words[1].startswith("-") else ["tiny"]
@@ -1257,6 +1276,7 @@ def run(command, out, seed):
         words += ["--seed", str(seed)]
     note = out / "command.txt" if resumes else Path(f"{out}.command.txt")
     shown = f"cd {home(seed)}; {shlex.join(words)}".replace(str(peers.ROOT), ".")  # the project may be moved
+    shown += inputs_of(command, seed)
     if note.exists() and note.read_text() == shown:
         return
     # What another command made is replaced, and so is an evaluation, perhaps of other arms
@@ -1272,6 +1292,8 @@ def run(command, out, seed):
     ended = subprocess.run([sys.executable, *words], cwd=home(seed), capture_output=True, text=True, env=ENVIRONMENT)
     if ended.returncode:
         sys.exit(f"{shown}\n{ended.stderr[-2000:]}")
+    if "changed and not used" in ended.stdout:  # it had been finished, without a note
+        sys.exit(f"{shown}\n{ended.stdout[-2000:]}\nAnother command made {out}. Delete it, or give it another name.")
     note.write_text(shown)
 
 
@@ -1403,6 +1425,7 @@ class Results:
 
     def values(self, arm, column, only="") -> torch.Tensor:
         """(seeds, prompts), or (seeds, 1) of OF_RUN or a key of metrics, 0 of the first policy."""
+        assert not only or column in OF_ROW and column != "harmless", f"{column} is of all prompts, not of {only}"
         if column not in OF_ROW:
             of_metrics = lambda folder, rows: files.read_json(folder / "summary.json")["after"][column]
             of_run = OF_RUN.get(column, of_metrics)
@@ -1418,6 +1441,7 @@ class Results:
         """(arms, seeds) of a claim's side: of an arm, or of a curve at `level` nats (verdicts.at_kl)."""
         weights = torch.zeros(len(self.arms), self.seeds, dtype=torch.float64)
         if level is None or side in self.arms:
+            assert side == "first" or side in self.arms, f"no arm has the name {side}"
             weights[[arm == side for arm in self.arms]] = 1.0
             return weights
         curve = [i for i, arm in enumerate(self.arms) if arm.startswith(f"{side}, `")]
@@ -1528,7 +1552,7 @@ def verdict_of(line) -> str:
 
 def result_of(line) -> str:
     """Format the difference and its interval; if it is inconclusive, also the difference that the test would have seen;
-    if that is so only by the interval from its own seeds alone, that one as well."""
+    if that is so only by the interval of the two arms alone, that one as well."""
     if not line["difference"]:
         return "a curve does not reach this KL in every seed"
     x, column, verdict = verdicts.Difference(**line["difference"]), line["column"], verdict_of(line)
@@ -1536,7 +1560,7 @@ def result_of(line) -> str:
     if line["seeds"] == 1:
         shown += " (one seed: prompts alone)"
     elif verdicts.verdict(x.low, x.high, line["says"], line["margin"]) != verdict and not line["by_construction"]:
-        shown += f" (own seeds alone: {interval(verdicts.of_seeds(x.by_seed), column)})"
+        shown += f" (own seeds alone: {interval(x._replace(low=x.own[0], high=x.own[1]), column)})"
     beyond = {"no less": "a loss of ", "no more": "a rise of "}.get(line["says"], "")  # these are judged at the margin
     if verdict in ("no difference", "inconclusive"):
         seen = signed(verdicts.with_own_seeds(x).seen + line["margin"] * bool(beyond), column).removeprefix("+")

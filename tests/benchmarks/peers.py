@@ -125,11 +125,12 @@ def per_second(n, times):
 
 def tool(module, out, flags) -> dict:
     """summary.json of `python -m module` with these flags in the folder `out`; a finished one is not run
-    again."""
+    again. Ends the program if it fails, or if the finished one had other flags."""
     out = Path(out).resolve()
     command = [sys.executable, "-m", module, *map(str, flags), "--output-dir", str(out), "--resume"]
-    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run(command, check=True, cwd=ROOT, **silent)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if ended.returncode or "changed and not used" in ended.stdout:
+        sys.exit(f"{out}: {(ended.stderr if ended.returncode else ended.stdout)[-2000:]}")
     return json.loads((out / "summary.json").read_text())
 
 

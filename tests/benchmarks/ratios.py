@@ -1,5 +1,6 @@
 """Held-out metrics of runs of advantage_model.py --n-others K on the tiny world, with the true ratios of eq. 8 and
-with ratios of 1, as they count outside training: python tests/benchmarks/ratios.py RUN ..."""
+with ratios of 1, as they count outside training: python tests/benchmarks/ratios.py RUN ..., or RUN=SFT if the policy
+is not runs/sft."""
 
 import sys
 
@@ -10,23 +11,26 @@ from calibration import category_spread
 import advantage_model
 from common import batches, dist, models
 from common.losses import advantage_score
-from common.data import comparisons
+from common.data import comparisons, files
 from common.loading import pretrained
 from common.scoring import measures, reward_evaluation
 
 device = torch.device("cpu")
-for name in sys.argv[1:]:
+for given in sys.argv[1:]:
+    name, _, policy = given.partition("=")
     tokenizer = pretrained.load_tokenizer(name, quiet=True)
     model = dist.shard(pretrained.load_scorer(name, tokenizer, 2), device)
-    args = advantage_model.Args(n_others=model.config.advantage_model["n_others"])
+    n_policies = model.config.advantage_model["n_policies"]
+    of_run = files.read_json(f"{name}/args.json")["args"]
+    args = advantage_model.Args(n_others=of_run["n_others"], ratio_clip=of_run["ratio_clip"])
     held_out = comparisons.load("tiny", "test", tokenizer, args.max_length)
-    held_out, clipped = reward_evaluation.with_policy_answers(held_out, "runs/sft", tokenizer, args, device)
+    held_out, clipped = reward_evaluation.with_policy_answers(held_out, policy or "runs/sft", tokenizer, args, device)
 
     def scores(model, batch):
         rewards, expected = models.rewards_and_expected(model, batch)
         expected = expected.repeat_interleave(torch.tensor(batch.sizes))
         ratios = torch.cat([c.ratios for c in batch.comparisons])
-        both = [advantage_score(rewards, expected, x, args.n_others + 1) for x in (ratios, ratios * 0 + 1)]
+        both = [advantage_score(rewards, expected, x, n_policies) for x in (ratios, ratios * 0 + 1)]
         return list(torch.stack(both, 1).split(batch.sizes))
 
     values = torch.cat(batches.of_each_comparison(scores, model, held_out, 32, True))

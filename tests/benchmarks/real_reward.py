@@ -9,6 +9,7 @@ import statistics
 import sys
 from pathlib import Path
 
+import torch
 import verdicts
 from experiments import markdown, publish
 from real_task import right
@@ -83,7 +84,7 @@ def gains(folders) -> list[str]:
     for policy, by_seed in answers.items():
         rows = sum(by_seed.values(), [])
         right_ones, gained = over_sft.get(policy, (f"{share(rows)} %", ""))
-        more = over_ppo[policy][1] if policy in over_ppo and policy != "sft" else ""
+        more = over_ppo[policy][1] if policy in over_ppo else ""
         each = ", ".join(share(by_seed[folder]) if folder in by_seed else "-" for folder in folders)
         finished = statistics.fmean(row["finished"] for row in rows)
         cells = [right_ones, gained, more, each, *task_cells(rows, tasks), f"{finished:.0%}", f"{of_cpu[policy]:.0f}"]
@@ -93,13 +94,18 @@ def gains(folders) -> list[str]:
 
 
 def over(answers, base) -> dict[str, list[str]]:
-    """{other policy: gain_cells over the policy base, in the seeds that have both}."""
+    """{other policy: gain_cells over the policy base, in the seeds that have both}; SFT is only compared as a base."""
     before, arms = answers.get(base, {}), {}
     for policy, by_seed in answers.items():
         seeds = [seed for seed in by_seed if seed in before]
-        if policy != base and seeds:
+        if policy not in (base, "sft") and seeds:
             arms[policy] = [before[seed] for seed in seeds], [by_seed[seed] for seed in seeds]
-    deviation, freedom = pooled([*arms.values()])
+    if base == "sft":
+        deviation, freedom = pooled([*arms.values()])
+    else:
+        trained = [answers[policy] for policy in (base, *arms)]
+        common = [seed for seed in before if all(seed in by_seed for by_seed in trained)]
+        deviation, freedom = between([[by_seed[seed] for seed in common] for by_seed in trained])
     return {policy: gain_cells(*arm, deviation, freedom) for policy, arm in arms.items()}
 
 
@@ -110,6 +116,18 @@ def share(rows) -> str:
 def pooled(arms) -> tuple[float, int]:
     """spread of the arms' gains by seed. arms: for each the rows of its seeds' answers before and after."""
     return spread([[statistics.fmean(differences(*of_seed)) for of_seed in zip(*arm)] for arm in arms])
+
+
+def between(arms) -> tuple[float, int]:
+    """The standard deviation over seeds of the difference of two arms, from what an arm's seeds have of their own
+    (verdicts.seed_variances), and its degrees of freedom. arms: for each the rows of its seeds, the same ones. (Were
+    `pooled` given arms over one of them, the luck of that one would count as if it were of several.)"""
+    if min(len(arms), len(arms[0])) < 2:
+        return 0.0, 0
+    shares = [[[statistics.fmean(row["right"] for row in rows)] for rows in of_arm] for of_arm in arms]
+    means = torch.tensor(shares, dtype=torch.float64)
+    _, of_arm = verdicts.seed_variances(means, torch.zeros_like(means[0]))
+    return math.sqrt(2 * of_arm), (len(arms) - 1) * (len(arms[0]) - 1)
 
 
 def gain_cells(before, after, deviation, freedom) -> list[str]:
@@ -127,12 +145,14 @@ def task_cells(rows, tasks) -> list[str]:
 
 def compared(arms) -> list[list[str]]:
     """Cells of each arm, which has all seeds. arms: as pooled takes them."""
-    deviation, freedom = pooled(arms)
-    lines = []
-    for before, after in arms:
-        gained, rows = gain_cells(before, after, deviation, freedom), sum(after, [])
-        lines.append([*gained, ", ".join(map(share, after)), *task_cells(rows, tasks_of(rows))])
-    return lines
+    deviation = pooled(arms)
+    return [cells_of(*arm, *deviation) for arm in arms]
+
+
+def cells_of(before, after, deviation, freedom) -> list[str]:
+    rows = sum(after, [])
+    gained = gain_cells(before, after, deviation, freedom)
+    return [*gained, ", ".join(map(share, after)), *task_cells(rows, tasks_of(rows))]
 
 
 def tasks_of(rows) -> list[str]:
@@ -196,14 +216,15 @@ def dtypes(folders) -> list[str]:
     """Make the table of PPO in bfloat16, with and without the weights that correct for the sampler. All answers are
     sampled in bfloat16."""
     before, in_float32, capped, plain = ([*of.values()] for of in read(folders, "answers_bfloat16").values())
-    arms = [(before, in_float32), (before, capped), (before, plain), (plain, capped)]
+    arms = [(before, in_float32), (before, capped), (before, plain)]
     firsts = [
         ["float32", *sampler_cells(folders, "ppo")],
         ["bfloat16, `--importance-cap 2`", *sampler_cells(folders, "ppo_bfloat16")],
         ["bfloat16, `--importance-cap 0`", *sampler_cells(folders, "ppo_bfloat16_uncorrected")],
         ["the cap, over none", "", ""],
     ]
-    lines = [[*first, *cells] for first, cells in zip(firsts, compared(arms))]
+    cells = [*compared(arms), cells_of(plain, capped, *between([in_float32, capped, plain]))]
+    lines = [[*first, *of_arm] for first, of_arm in zip(firsts, cells, strict=True)]
     titles = titles_of(folders, tasks_of(sum(before, [])))
     return markdown(["PPO in", "k3 per token", "largest ratio", *titles], lines)
 

@@ -57,7 +57,7 @@ def of_page(name):
     before = ""
     for command in commands((ROOT / name).read_text()):
         title = re.sub(r"\W+", "_", command)[:60]
-        file = ROOT / "runs" / "reproduce" / f"{title}_{zlib.crc32(command.encode()):08x}.txt"
+        file = ROOT / "runs" / "reproduce" / f"{title}_{zlib.crc32((before + command).encode()):08x}.txt"
         if SETS.fullmatch(command):
             before += command + "\n"
         else:

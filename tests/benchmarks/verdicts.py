@@ -10,7 +10,8 @@ because both variances of means contain the residual, which would otherwise coun
 (each a cluster, its seeds' mean inside) has the second term only; the wider of the two is taken. Three or
 four seeds say little about their variance, so that part is pooled over all arms of a group: an arm's seed means
 have a part that all arms of a seed share (the first policy, and the luck of its answers) and a part of their own.
-Where arms differ in how much their seeds vary, pooling misleads: a verdict is therefore on with_own_seeds.
+Where arms differ in how much their seeds vary, pooling misleads. So there is another interval that pools nothing,
+Difference.own, and a verdict is on with_own_seeds.
 """
 
 import math
@@ -33,8 +34,11 @@ class Difference(NamedTuple):
     """Ends of the 95 % interval."""
     high: float
     seen: float
-    """The true difference that the interval would separate from 0 with a probability of 80 %."""
+    """The true difference that the interval would separate from 0 with a probability of 80 %, if its width were certain;
+    with two seeds in 71 % of cases, with five in 77 %, with ten in 79 %."""
     by_seed: list[float]
+    own: tuple[float, float, float]
+    """low, high and seen from the two compared arms alone."""
 
 
 def quantile(df: float) -> float:
@@ -64,9 +68,19 @@ def difference(weights: torch.Tensor, arms: torch.Tensor, first: torch.Tensor) -
     """Weigh the arms and subtract the first policy times the sum of the weights: mean, and the wider of the module's
     two intervals. weights: (arms, seeds), 1 and -1 for arm over arm, a single 1 for arm over first, and shares of
     two arms for a point between them on a curve. arms: (arms, seeds, prompts); first: (seeds,
-    prompts), any numbers if no arm is compared with it."""
-    total = weights.sum(0).mean().item()  # 1 over the first policy, 0 between arms
+    prompts), any numbers if no arm is compared with it. Raises ValueError if a number is not finite, or if there is
+    only one."""
     table = torch.einsum("as,asp->sp", weights, arms) - weights.sum(0)[:, None] * first
+    if not arms.isfinite().all() or table.numel() < 2:
+        raise ValueError(f"no interval from {table.numel()} numbers, or from some that are not finite")
+    low, high, seen = ends(weights, arms, first, table)
+    own = ends(torch.ones_like(weights[:1]), table[None], torch.zeros_like(table), table)  # as if it were an only arm
+    return Difference(table.mean().item(), low, high, seen, table.mean(1).tolist(), own)
+
+
+def ends(weights, arms, first, table) -> tuple[float, float, float]:
+    """low, high and seen of difference, whose weighted numbers are in `table`, (seeds, prompts)."""
+    total = weights.sum(0).mean().item()  # 1 over the first policy, 0 between arms
     n_arms, n_seeds, n_prompts = arms.shape
     mean = table.mean().item()
     prompts = table.mean(0).var().item() / n_prompts if n_prompts > 1 else 0.0
@@ -86,23 +100,21 @@ def difference(weights: torch.Tensor, arms: torch.Tensor, first: torch.Tensor) -
     df = max(1.0, variance**2 / squared) if squared else math.inf
     ways = [(quantile(df), math.sqrt(variance)), (quantile(max(1, n_prompts - 1)), math.sqrt(prompts))]
     t, error = max(ways, key=math.prod)
-    return Difference(mean, mean - t * error, mean + t * error, (t + POWER) * error, table.mean(1).tolist())
+    return mean - t * error, mean + t * error, (t + POWER) * error
 
 
 def of_seeds(values: list[float]) -> Difference:
-    """The mean of a number that two seeds or more have, with Student's interval by their own spread: nothing is pooled,
-    and the luck of the prompts, which all seeds share, is not included."""
+    """The mean of a number that two seeds or more have, with Student's interval by their own spread: the luck of the
+    prompts, which all seeds share, is not included."""
     arms = torch.tensor(values, dtype=torch.float64)[None, :, None]
     return difference(torch.ones_like(arms[..., 0]), arms, torch.zeros_like(arms[0]))
 
 
 def with_own_seeds(x: Difference) -> Difference:
-    """Widen a difference to both of its intervals: x's own, pooled over the arms of a group, and of_seeds. A verdict
-    stands only if both give it, because arms of a group may differ in how much seeds vary."""
-    if len(x.by_seed) == 1:
-        return x
-    own = of_seeds(x.by_seed)
-    return x._replace(low=min(x.low, own.low), high=max(x.high, own.high), seen=max(x.seen, own.seen))
+    """Widen a difference to both of its intervals: the one pooled over the arms of a group, and `own`. A verdict stands
+    only if both give it, because arms of a group may differ in how much seeds vary."""
+    low, high, seen = x.own
+    return x._replace(low=min(x.low, low), high=max(x.high, high), seen=max(x.seen, seen))
 
 
 def at_kl(kl: torch.Tensor, level: float | torch.Tensor) -> torch.Tensor | None:
