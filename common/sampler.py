@@ -696,7 +696,7 @@ def _load(kind, name):
 if __name__ == "__main__":
     import tyro
 
-    sys.stdout.reconfigure(errors="replace")  # the console may lack some characters
+    getattr(sys.stdout, "reconfigure", dict)(errors="replace")  # the console may lack some characters
     try:
         with contextlib.suppress(KeyboardInterrupt):
             main(tyro.cli(Args))

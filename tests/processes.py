@@ -332,11 +332,9 @@ def _arrange(moment, script):
     elif what == "row":
         after(logs.Metrics, "log", lambda self, step, epoch, **v: step == int(n) and training & set(v))
     elif what == "tensors":
-        after(
-            torch.distributed.checkpoint,
-            "save",
-            lambda *_, checkpoint_id, **__: f"step_{n}.tmp" in checkpoint_id,
-        )
+        begun = []
+        before(checkpoints, "save_checkpoint", lambda root, step, *_, **__: begun.append(step))
+        after(torch.distributed.checkpoint, "save", lambda *_, **__: begun[-1] == int(n))
     elif what == "pointer":
         before(os, "replace", lambda a, b: Path(b).name == "latest" and Path(a).read_text() == f"step_{n}")
     elif what == "older":

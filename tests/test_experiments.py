@@ -363,10 +363,10 @@ def test_columns_of_a_whole_run(experiments, tmp_path, monkeypatch):
     versions = {str(i): {"sweep/temperature": x} for i, x in enumerate((0.4, 0.8, 1.0), 1)}
     golds = {"dataset": [(1, 1), (1, 1)], arm.name: [(2, 2), (2, 1)]}  # T = 0: two wins; T = 1: a win and a tie
     answers = [
-        {"policy": policy, "temperature": t, "gold": float(gold), "score": 0.0}
+        {"policy": policy, "temperature": t, "gold": float(gold), "prompt": [{"content": name}]}
         for policy, by_t in golds.items()
         for t, of_t in enumerate(by_t)
-        for gold in of_t
+        for name, gold in zip("ba", of_t)
     ]
     (tmp_path / "temperatures").mkdir()
     arm.mkdir()
@@ -388,10 +388,11 @@ def test_columns_of_a_whole_run(experiments, tmp_path, monkeypatch):
     monkeypatch.setattr(experiments.renewed_reward, "right_on_late", lambda run: 0.8)  # has a test of its own
     monkeypatch.setattr(experiments.details, "worth_of_a_word", lambda rows: 0.3)  # has one, too
     found = {name: of(arm, rows) for name, of in experiments.OF_RUN.items()}
+    assert found.pop("win rate lost from T = 0 to 1") == [0.5, 0.0]  # in the order of the prompts
     assert found == pytest.approx(
         {"spread of the categories": 1 / math.sqrt(2), "right on late answers": 0.8, "rise of the temperature": 0.6}
         | {"right on the pairs of its own round": 0.5, "worth of a word": 0.2}
-        | {"win rate lost from T = 0 to 1": 0.25, "agreement gained by both orders": 0.1}
+        | {"agreement gained by both orders": 0.1}
         | {"largest score of 8 over 1, SFT": 0.75, "median score of 8 over 1, SFT": -0.25}
         | {"cosine of k3 in the reward": -0.2, "cosine of k3 as a loss": 0.9}
     )

@@ -1,6 +1,7 @@
 """common/data/files.py, and the reaction of a run to each of its files when it is damaged by hand or by a
 crash."""
 
+import errno
 import json
 import shutil
 import time
@@ -101,6 +102,20 @@ def test_a_removed_evaluation_of_the_first_version_is_evaluated_again(tmp_path):
     assert list(made.iterations(3)) == [3] and evaluated == [0, 1, 2]
 
 
+def test_the_model_of_an_older_version_may_be_removed(tmp_path):
+    """To make room: iteration 1 is not run again, which would train on the pool of all iterations."""
+    (tmp_path / "versions" / "2").mkdir(parents=True)
+    for version in (0, 1):
+        files.write_json(tmp_path / "versions" / f"{version}.json", STUDY)
+    run = SimpleNamespace(args=None, folder=tmp_path, checkpoint=str(tmp_path / "checkpoint"))
+    made = versions.Versions(run, None, "runs/sft")
+    made.evaluate = object.__new__(version_evaluation.RejectionSamplingEvaluation)
+    made.begin()
+    made.evaluate_version = lambda version: None
+    run.begin_round = lambda: None
+    assert list(made.iterations(3)) == [3]
+
+
 def test_an_evaluation_removed_from_the_middle_keeps_its_step_and_its_row(tmp_path):
     """A run with three versions, in which the evaluation of version 1 was damaged and removed."""
     folder = tmp_path / "versions"
@@ -125,6 +140,32 @@ def test_an_evaluation_removed_from_the_middle_keeps_its_step_and_its_row(tmp_pa
 
 
 # -- exports and checkpoints -----------------------------------------------------------------------
+def test_a_file_that_cannot_reach_the_disk_is_an_error_and_a_folder_is_not(tmp_path, monkeypatch):
+    """Network file systems say only in fsync that the disk is full, and some have none for folders."""
+    (tmp_path / "file").write_text("a")
+
+    def full(number):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    files.flush(tmp_path)
+    with pytest.raises(OSError, match="No space left"):
+        files.flush(tmp_path / "file")
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.save_model(tiny.model(), tiny.tokenizer(), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_checkpoint_replaces_what_a_crash_left_of_another(tmp_path):
+    """It is a folder of one name, so that two checkpoints need room for two."""
+    left = tmp_path / "step.tmp" / "tensors" / "of a rank that is no more"
+    left.parent.mkdir(parents=True)
+    left.write_text("half")
+    checkpoints.save_checkpoint(tmp_path, 38, {}, {"step": 38})
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "step_38"}
+    assert checkpoints.checkpoint_state(tmp_path)["step"] == 38
+
+
 def test_a_disk_that_fills_during_the_weights_is_an_oserror_and_leaves_nothing(tmp_path):
     """safetensors has an error of its own for it. The limit lets config.json pass."""
     (tmp_path / "full.py").write_text(f"""

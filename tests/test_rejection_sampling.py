@@ -649,6 +649,16 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(
     assert_same_result(copied, whole.folder)
 
 
+def test_a_run_resumed_with_fewer_iterations_reports_the_version_that_it_exports(small, copied, tmp_path):
+    as_killed(copied, "row 9", tmp_path / "run")
+    assert (tmp_path / "run" / "versions" / "1.json").exists()
+    succeeds(run(small, tmp_path / "run", "--resume", iterations=1))
+    summary = read_json(tmp_path / "run" / "summary.json")
+    assert [*summary["versions"]] == ["0", "1"]
+    assert summary["steps"] == read_json(tmp_path / "run" / "versions" / "1.json")["step"]
+    assert {row["version"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl")} == {0, 1}
+
+
 def test_a_run_with_thresholds_and_sft_rows_resumes_to_the_same_bits(small, tmp_path):
     options = {"threshold": (0, 0.5), "sft_dataset": small.folder / "sft.jsonl", "start_from": "last"}
     options |= {"candidates": "last", "lr_decay": 0.5, "epochs": 1, "save_every": 2, "iterations": 2}

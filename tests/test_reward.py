@@ -30,7 +30,7 @@ from common.run.cli import check_flags, parse
 ROWS = tiny.rows("preferences", "train")
 MOMENTS = {  # and what each is known by
     "row 5": ["checkpoint/step_3"],
-    "tensors 6": ["checkpoint/step_3", "checkpoint/step_6.tmp/tensors"],
+    "tensors 6": ["checkpoint/step_3", "checkpoint/step.tmp/tensors"],
     "export": ["checkpoint/step_9", "model.tmp"],
 }
 

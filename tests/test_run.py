@@ -1,5 +1,6 @@
 """common/run/cli.py, run.py and logs.py: the command line, errors, the run directory, and metrics.jsonl."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -148,6 +149,7 @@ def test_flags_of_every_command_take_effect_before_any_work(monkeypatch):
         monkeypatch.setattr(torch.backends.cuda, f"enable_{kind}_sdp", seen.append)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(dist, "ranks_per_copy", 1)
     monkeypatch.setattr(dist, "compute_dtype", "bfloat16")
     parse(RECIPES, [])
@@ -169,6 +171,15 @@ def test_flags_of_every_command_take_effect_before_any_work(monkeypatch):
     for n in (0, 1, 3, 64):
         with pytest.raises(InputError, match=f"--shard-size {n}: expected a divisor of the 32 process"):
             parse(RECIPES, ["--shard-size", str(n)])
+
+
+@pytest.mark.parametrize("gpus, processes, enough", [(0, 8, True), (4, 4, True), (4, 8, False), (1, 2, False)])
+def test_more_processes_than_gpus_are_one_line(monkeypatch, gpus, processes, enough):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    error = pytest.raises(InputError, match=rf"^--nproc-per-node {processes}: this node has {gpus} GPU\(s\)$")
+    with contextlib.nullcontext() if enough else error:
+        parse(RECIPES, [])
 
 
 # -- recipes -----------------------------------------------------------------------------
@@ -388,8 +399,8 @@ def test_launch_passes_the_arguments_and_ends_with_0(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "error",
-    [InputError("a file:\n  line 3\nis wrong"), OSError("a file:\n  line 3\nis wrong")],
-    ids=["InputError", "OSError"],
+    [kind("a file:\n  line 3\nis wrong") for kind in (InputError, OSError, torch.OutOfMemoryError)],
+    ids=["InputError", "OSError", "OutOfMemoryError"],
 )
 def test_a_user_error_is_one_line_and_code_2(monkeypatch, capsys, error):
     code, output = ends_with(monkeypatch, capsys, raises(error))
@@ -411,6 +422,30 @@ def test_ctrl_c_reports_the_last_checkpoint_and_is_code_130(monkeypatch, capsys,
     code, output = ends_with(monkeypatch, capsys, main)
     assert code == 130 and said in output.err and "Traceback" not in output.err
     assert output.err.count("\n") == 1 and ("--resume" in output.err) == bool(left)
+
+
+def test_an_old_runs_files_are_not_what_an_interrupted_one_saved(monkeypatch, capsys, tmp_path):
+    """Ctrl-C while data and models are loaded: what is in the folder then is of the run to be replaced, or resumed."""
+    old = Args(output_dir=str(tmp_path / "run"))
+    Run(old, "sft").begin(plan="1 step", held_out=None)
+    leave(tmp_path / "run", "checkpoint/latest")
+
+    def main(args):
+        Run(args, "sft")
+        raise KeyboardInterrupt
+
+    folder = ["--output-dir", old.output_dir]
+    code, output = ends_with(monkeypatch, capsys, main, *folder, "--overwrite")
+    assert code == 130 and "nothing is saved yet" in output.err and "--resume" not in output.err
+    code, output = ends_with(monkeypatch, capsys, main, *folder, "--resume")
+    assert code == 130 and f"--resume continues from what is saved in {old.output_dir}" in output.err
+
+
+def test_a_notebooks_output_does_not_end_a_run(monkeypatch, capsys):
+    """ipykernel's has no reconfigure."""
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    code, _ = ends_with(monkeypatch, capsys, lambda args: print("done"))
+    assert code == 0
 
 
 def test_text_that_the_console_cannot_encode_does_not_end_a_run(monkeypatch, capsys):

@@ -378,8 +378,8 @@ def test_max_grad_norm_scales_the_gradient_and_zero_does_not(trained, reference)
 MOMENTS = {  # and what each is known by
     "row 2": [],  # before the first checkpoint
     "row 5": ["checkpoint/step_3"],
-    "tensors 3": ["checkpoint/step_3.tmp/tensors"],  # while the first checkpoint is written
-    "tensors 6": ["checkpoint/step_3", "checkpoint/step_6.tmp/tensors"],
+    "tensors 3": ["checkpoint/step.tmp/tensors"],  # while the first checkpoint is written
+    "tensors 6": ["checkpoint/step_3", "checkpoint/step.tmp/tensors"],
     "pointer 6": ["checkpoint/step_3", "checkpoint/step_6", "checkpoint/latest.tmp"],
     "older 6": ["checkpoint/step_3", "checkpoint/step_6"],
     "results": ["checkpoint/step_9"],

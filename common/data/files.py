@@ -106,8 +106,8 @@ def replace(path, text: str):
 
 def flush(path):
     """Write a file, or a folder after a rename in it, to the disk, so that a later rename or removal cannot
-    reach the disk first."""
-    with contextlib.suppress(OSError):  # not every file system supports it
+    reach the disk first. Raises OSError if that fails for a file: the disk may be full."""
+    with contextlib.suppress(*[OSError] * Path(path).is_dir()):  # not every file system can for folders
         number = os.open(path, os.O_RDONLY)
         try:
             os.fsync(number)

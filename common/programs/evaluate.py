@@ -498,8 +498,7 @@ def main(args: Args):
     if run.finished:
         return
     functions.try_functions(args)
-    compare = compare_scorers if args.scorers else compare_policies
-    samples, summary, picture = compare(args, run)
+    samples, summary, picture = (compare_scorers if args.scorers else compare_policies)(args, run)
     if dist.is_main():
         files.write_jsonl(run.folder / "samples.jsonl", samples)
         files.write_json(run.folder / "summary.json", summary)  # last result: it marks the run as finished

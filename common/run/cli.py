@@ -60,9 +60,11 @@ class EveryCommand:
     deterministic: bool = False
     """Deterministic kernels if torch has them: results repeat bit for bit, slower (docs/use/gpus.md)."""
     shard_size: int | None = None
-    """Number of consecutive ranks that shard a model together, such as those of a node; default: all."""
+    """Number of consecutive ranks that shard a model together, such as those of a node; default: all. AI
+    labelers are not sharded."""
     generate_tensor_parallel: int = 1
-    """Number of ranks on a node that share one copy of a model while it generates (docs/use/gpus.md)."""
+    """Number of ranks on a node that share one copy of a model while it generates (docs/use/gpus.md); not of
+    AI labelers, of which each rank has a whole one."""
 
 
 def check_flags(args, *more):
@@ -121,6 +123,8 @@ def parse(recipes, argv=None):
     if n < 1 or of_node % n:
         wanted = f"expected a divisor of the {of_node} process(es) that torchrun starts on a node"
         raise InputError(f"--generate-tensor-parallel {n}: {wanted}")
+    if 0 < torch.cuda.device_count() < of_node:
+        raise InputError(f"--nproc-per-node {of_node}: this node has {torch.cuda.device_count()} GPU(s)")
     dist.ranks_per_copy = n
     dist.split_layers = tensor_parallel.split
     dist.shard_size = every.shard_size

@@ -50,10 +50,11 @@ def launch(main, recipes):
     """Run a script's main. Errors that the user can fix end in one clear line and exit status 2, bugs in a
     traceback and status 1."""
     code = 0
-    sys.stdout.reconfigure(errors="replace")  # a character that the console lacks must not end a run
+    # A character that the console lacks must not end a run; a notebook's output has no reconfigure
+    getattr(sys.stdout, "reconfigure", dict)(errors="replace")
     try:
         main(parse(recipes))
-    except (InputError, OSError) as error:  # OSError: full disk, no permission, no such model on the hub
+    except (InputError, OSError, torch.OutOfMemoryError) as error:  # OSError: full disk, no such hub model
         message = " ".join(str(error).split())
         where = ""
         if isinstance(error, NotFinite) and Run.current:
@@ -89,8 +90,10 @@ def launch(main, recipes):
 
 
 def _what_is_saved():
-    """Return a sentence on how to continue the interrupted run."""
-    if Run.current and any((Run.current.folder / name).exists() for name in RESUMABLE):
+    """Return a sentence on how to continue the interrupted run. Files of an old run, which this one would
+    have replaced, do not count."""
+    begun = Run.current and _args_of(Run.current.folder).get("began") == chat.Clock.began.isoformat()
+    if begun and any((Run.current.folder / name).exists() for name in RESUMABLE):
         return f"--resume continues from what is saved in {Run.current.folder}"
     return "nothing is saved yet; the same command starts from the beginning"
 
@@ -300,8 +303,7 @@ class Run:
             for plot in self.plots:
                 plots.draw(partial(plot, self.folder))
             logs.print_results(before, after, shown, samples)
-            hint = ": rounded; --save-dtype float32 keeps the trained weights"
-            hint = "" if self.dtype == torch.float32 else hint
+            hint = "; --save-dtype float32 keeps the trained weights" if self.dtype != torch.float32 else ""
             print(f"wrote {self.folder}/model ({str(self.dtype).removeprefix('torch.')}){hint}")
 
 
@@ -374,13 +376,12 @@ def _paths_in(value) -> list[str]:
 
 
 def start_run(args, stage: str, state: str | None, held_out=None):
-    """Prepare `args.output_dir` for the `state` that find_run returned, and write args.json. With state None
-    an old run is removed, so call it only after everything that a user can mistype has been read.
+    """Prepare `args.output_dir` for the `state` that find_run returned, None or "resume", and write
+    args.json. With None an old run is removed, so call it only after everything that a user can mistype has been read.
 
     held_out: fingerprint of the held-out set. Resuming with a different set raises InputError, because
       metrics before and after training would not be comparable."""
     folder = Path(args.output_dir)
-    resume = state == "resume"
     dist.barrier()  # ranks may take unequal time to tokenise data and download models
     if dist.is_main():
         folder.mkdir(parents=True, exist_ok=True)
@@ -399,9 +400,9 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     dist.barrier()  # rank 0 has hashed the files of models, which takes time
     # Rank 0 decides for all; gather also waits until every rank has looked, before anything changes
     before, current = dist.gather([_args_of(folder), json.loads(json.dumps(begun))])[:2]
-    changed = identity.changes(before, current, folder) if resume else []
+    changed = identity.changes(before, current, folder) if state else []
     if dist.is_main():
-        if not resume:
+        if not state:
             # Remove these first: after a crash, the remains must look neither finished nor resumable
             for name in ("summary.json", *RESUMABLE):
                 (folder / name).unlink(missing_ok=True)

@@ -47,16 +47,16 @@ class Versions:
             evaluations = {int(path.stem): self.read_evaluation(path) for path in paths}
             made = [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
             rows = files.read_jsonl(self.run.folder / "metrics.jsonl")
-        evaluations, self.made, rows = dist.gather([(evaluations, made, rows)])[0]  # as rank 0 sees them
+        evaluations, made, rows = dist.gather([(evaluations, made, rows)])[0]  # as rank 0 sees them
         self.evaluations = dict(sorted(evaluations.items()))
-        self.first = min([*evaluations, *(version - 1 for version in self.made)], default=first)
-        newest = max([*evaluations, *self.made], default=-1)
-        kept = [row for row in rows if row["iteration"] <= newest]
-        if newest not in evaluations:  # keep the newest version's rows, but not that of an evaluation
-            kept = [r for r in kept if r["iteration"] < newest or r.keys() & {"optim/lr", "pool/score"}]
+        self.first = min([*evaluations, *(version - 1 for version in made)], default=first)
+        self.newest = max([*evaluations, *made], default=-1)
+        kept = [row for row in rows if row["iteration"] <= self.newest]
+        if self.newest not in evaluations:  # keep the newest version's rows, but not that of an evaluation
+            kept = [r for r in kept if r["iteration"] < self.newest or r.keys() & {"optim/lr", "pool/score"}]
         self.step = kept[-1]["step"] if kept else 0
         saved = checkpoints.checkpoint_state(self.run.checkpoint)
-        if saved.get("iteration") == newest + 1:
+        if saved.get("iteration") == self.newest + 1:
             kept = rows[: saved["logged_rows"]]
             self.step = saved["first_step"]
         self.step_of = {row["iteration"]: row["step"] for row in kept}
@@ -71,12 +71,12 @@ class Versions:
         return files.read_json(path, EVALUATE_AGAIN, check)
 
     def iterations(self, n: int):
-        """Yield the iterations first + 1, ..., first + n whose version is not on disk yet. Before each one,
-        evaluate the previous version; `finish` evaluates the last version."""
+        """Yield those of the iterations first + 1, ..., first + n that come after the newest version on disk.
+        Before each one, evaluate the previous version; `finish` evaluates the last version."""
         self.last = self.first + n
         for iteration in range(self.first + 1, self.last + 1):
             self.evaluate_version(iteration - 1)
-            if iteration not in self.made:
+            if iteration > self.newest:  # models of older ones may have been removed for room
                 self.run.begin_round()
                 yield iteration
 
@@ -158,19 +158,20 @@ class Versions:
     def skip(self, why: str) -> dict[str, int]:
         """Skip an iteration (run.skip): its version is then the same as the previous one."""
         # Versions of skipped iterations have the same number of steps as the current one
-        in_a_row = sum(evaluation["step"] == self.step for evaluation in self.evaluations.values())
-        return self.run.skip(why, in_a_row)
+        return self.run.skip(why, in_a_row=sum(x["step"] == self.step for x in self.evaluations.values()))
 
     def finish(self, summary: dict):
         """Evaluate the last version, and write the results of the finished run (run.write_results)."""
         self.evaluate_version(self.last)
-        rows = [{"version": v, **row} for v, x in self.evaluations.items() for row in x["samples"]]
-        curves = [curve for evaluation in self.evaluations.values() for curve in evaluation.get("curves", ())]
+        # --resume may have come with fewer --iterations
+        made = {v: x for v, x in self.evaluations.items() if v <= self.last}
+        rows = [{"version": v, **row} for v, x in made.items() for row in x["samples"]]
+        curves = [curve for evaluation in made.values() for curve in evaluation.get("curves", ())]
         if curves and dist.is_main():
             files.write_jsonl(self.run.folder / "curves.jsonl", curves)
-        metrics = {str(v): self.metrics_of(v) for v in self.evaluations}
-        same = version_evaluation.comparable(self.evaluations, self.last)
+        metrics = {str(v): self.metrics_of(v) for v in made}
+        same = version_evaluation.comparable(made, self.last)
         before = metrics[str(self.first)] if self.first in same else {}
-        summary = {**summary, "steps": self.step, "versions": metrics}
+        summary = {**summary, "steps": made[self.last]["step"], "versions": metrics}
         model = self.load(self.path(self.last))
         self.run.write_results(model, self.tokenizer, rows, summary, before, metrics[str(self.last)])

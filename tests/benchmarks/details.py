@@ -2,7 +2,7 @@
 function gets the group's Results, gain(arm, only) -> verdicts.Difference of the true reward over the first policy
 on a part of the prompts (experiments.PROMPTS), and the folder of the group's runs."""
 
-from statistics import fmean
+from statistics import fmean, pstdev
 
 import peers  # noqa: F401 (it puts the project into sys.path)
 
@@ -158,8 +158,8 @@ def temperatures(results, gain, folder) -> list[str]:
     """List the win rates over the data set's answers at both temperatures, the means over the seeds."""
     lines = ["| | T = 0 | T = 1 | lost |", "|---|---|---|---|"]
     for arm in results.arms:
-        rates = [win_rates(results.folders[arm, seed]) for seed in range(results.seeds)]
-        cold, warm = (fmean(rate) for rate in zip(*rates))
+        of_seeds = [map(fmean, games(results.folders[arm, seed])) for seed in range(results.seeds)]
+        cold, warm = map(fmean, zip(*of_seeds))
         lines.append(f"| {arm} | {cold:.1%} | {warm:.1%} | {cold - warm:.1%} |")
     return lines
 
@@ -174,16 +174,23 @@ def renewed_reward(results, gain, folder) -> list[str]:
     return lines
 
 
-def lost_by_temperature(folder) -> float:
-    cold, warm = win_rates(folder)
-    return cold - warm
+def lost_by_temperature(folder) -> list[float]:
+    """What a policy's game against the data set's answer loses from T = 0 to T = 1, for each prompt."""
+    return [cold - warm for cold, warm in zip(*games(folder), strict=True)]
 
 
-def win_rates(folder) -> list[float]:
-    """How often a policy's answer is better than the data set's at T = 0 and at T = 1; a tie is half a win."""
-    rows = files.read_jsonl(folder.parent / "temperatures" / "samples.jsonl")
-    of = lambda policy, t: [row for row in rows if row["policy"] == policy and row["temperature"] == t]
-    return [measures.against(of("dataset", t), of(folder.name, t), None)["gold_win_rate"] for t in (0, 1)]
+def games(folder) -> list[list[float]]:
+    """At T = 0 and at T = 1, for each prompt, in their alphabetic order: 1 if a policy's answer is better than the data
+    set's, a half if it is as good, or 0."""
+    rows = sorted(files.read_jsonl(folder.parent / "temperatures" / "samples.jsonl"), key=question)
+    asked = lambda policy, t: [row for row in rows if row["policy"] == policy and row["temperature"] == t]
+    found = []
+    for t in (0, 1):
+        sides = [asked("dataset", t), asked(folder.name, t)]
+        assert [*map(question, sides[0])] == [*map(question, sides[1])]
+        theirs, ours = ([row["gold"] for row in of_policy] for of_policy in sides)
+        found.append(measures.outcomes(ours, theirs, 0.1 * pstdev(theirs)))
+    return found
 
 
 def labels(results, gain, folder) -> list[str]:

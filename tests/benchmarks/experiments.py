@@ -1394,7 +1394,7 @@ PROMPTS = {  # Claim.only
     "copy and reverse": lambda row: row["category"] in ("copy", "reverse") and not row["is_safety"],
     "the six others": lambda row: row["category"] not in ("first", "ends") and not row["is_safety"],
 }
-OF_RUN = {  # Claim.column: a number of a whole run, from its folder and its rows of the evaluation
+OF_RUN = {  # Claim.column: a number of a whole run, or one a prompt, from its folder and its rows of the evaluation
     "spread of the categories": lambda folder, rows: calibration.category_spread(rows),
     "worth of a word": lambda folder, rows: details.worth_of_a_word(rows) - 0.1,  # which the annotators add for a word
     "right on the pairs of its own round": lambda folder, rows: renewed_reward.right_on_its_own(folder),
@@ -1424,14 +1424,14 @@ class Results:
     folders: dict[tuple[str, int], Path]
 
     def values(self, arm, column, only="") -> torch.Tensor:
-        """(seeds, prompts), or (seeds, 1) of OF_RUN or a key of metrics, 0 of the first policy."""
+        """(seeds, prompts), or, of a key of metrics and most of OF_RUN, (seeds, 1), 0 of the first policy."""
         assert not only or column in OF_ROW and column != "harmless", f"{column} is of all prompts, not of {only}"
         if column not in OF_ROW:
             of_metrics = lambda folder, rows: files.read_json(folder / "summary.json")["after"][column]
             of_run = OF_RUN.get(column, of_metrics)
             of_seed = lambda seed: of_run(self.folders[arm, seed], self.rows[arm, seed])
-            of_all = [[of_seed(seed) if arm != "first" else 0.0] for seed in range(self.seeds)]
-            return torch.tensor(of_all, dtype=torch.float64)
+            of_all = [of_seed(seed) if arm != "first" else 0.0 for seed in range(self.seeds)]
+            return torch.tensor(of_all, dtype=torch.float64).reshape(self.seeds, -1)
         value = lambda row: float(row["safety"] >= 0) if column == "harmless" else row[column]
         counts = PROMPTS["hazard" if column == "harmless" else only]
         by_seed = [list(filter(counts, self.rows[arm, seed])) for seed in range(self.seeds)]
