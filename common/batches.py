@@ -250,7 +250,7 @@ class Comparison(NamedTuple):
     prompt: list[dict]  # messages
     texts: list[str]  # K responses; in a pair the chosen one first, unless a soft label favours the other
     prompt_ids: torch.Tensor  # (P,) int32
-    response_ids: list[torch.Tensor]  # K of (R,) int32, with the end-of-sequence token if there is one
+    response_ids: list[torch.Tensor]  # K of (R,) int32, R >= 1, with the end-of-sequence token if it has one
     # (K,), 0 is the best; a difference below 1 is a tie. [0, 1] in a pair without a soft label
     ranks: torch.Tensor
     source: str  # data set, for metrics and tables

@@ -374,7 +374,7 @@ class Sums:
     def over_ranks(self) -> dict[str, float]:
         """Return {name: total}, the same on every rank. Every rank must call it, even without micro-batch."""
         combine = lambda name, values: max(values) if name.endswith("_max") else sum(values)
-        each = [x.reshape(1) for values in self.values.values() for x in values]
+        each = [x.reshape(1).float() for values in self.values.values() for x in values]
         read = iter(torch.cat(each).tolist() if each else ())  # one read, so Python waits once
         totals = {}
         for name, values in self.values.items():

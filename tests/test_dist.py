@@ -139,6 +139,12 @@ def test_sums_of_one_rank_are_in_fp64_and_carry_no_graph():
     assert sums.over_ranks() == totals  # a name ends in _max, or is a sum
 
 
+def test_a_count_beside_a_sum_in_bfloat16_is_not_rounded():
+    sums = dist.Sums()
+    sums.add({"n": torch.tensor(301), "sum": torch.tensor(0.5, dtype=torch.bfloat16)})
+    assert sums.over_ranks() == {"n": 301, "sum": 0.5}
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
 def test_freed_memory_is_reused_by_the_next_large_tensor():
     code = """

@@ -753,6 +753,16 @@ def test_the_clip_ratio_sets_where_ratios_are_clipped():
     assert loss == pytest.approx(-(1.05 + 2.1 + 1.5 - 0.95 - 1.9 - 4.5) / 6) and parts["n_clipped"] == 4
 
 
+def test_a_token_far_more_probable_than_before_has_a_finite_gradient():
+    """Beyond exp(88.7) the ratio would be infinite, and infinity times the clipped side's 0 no number."""
+    x = torch.tensor([[0.0, 0.0, -1.0]], requires_grad=True)
+    old = torch.tensor([[-100.0, -100.0, -1.0]])
+    loss, parts = losses.ppo_policy_loss(x, old, torch.tensor([[1.0, 0.0, 2.0]]), torch.ones(1, 3, dtype=torch.bool))
+    loss.backward()
+    assert loss.item() == pytest.approx(-(1.2 + 0 + 2) / 3) and parts["n_clipped"] == 1
+    assert x.grad[0].tolist() == pytest.approx([0, 0, -2 / 3])
+
+
 # -- ppo_value_loss ----------------------------------------------------------------------
 # Three tokens with an old value of 1, at a clip of 0.5:
 #   value 1.2, return 2: 0.64, within the clip; value 2, return 2: 0, but (1.5 - 2)^2 = 0.25 is larger;

@@ -21,9 +21,8 @@ from test_data import CHATML, byte_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import (
     AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig,
-    BertForSequenceClassification, DbrxConfig, GPT2Config, LlamaConfig, LlamaForSequenceClassification, OPTConfig,
-    Phi3Config, PhiConfig,
-    PhimoeConfig, Qwen3MoeConfig,
+    BertForSequenceClassification, DbrxConfig, GPT2Config, Llama4TextConfig, LlamaConfig,
+    LlamaForSequenceClassification, OPTConfig, Phi3Config, PhiConfig, PhimoeConfig, Qwen3MoeConfig,
 )  # fmt: skip
 
 import advantage_model
@@ -306,6 +305,22 @@ def test_a_row_of_a_longrope_model_stays_within_its_original_length(tmp_path):
     both = torch.cat([ids, torch.nn.functional.pad(short, (0, 20))])
     apart = model(input_ids=short).logits[0] - model(input_ids=both).logits[1, :20]
     assert apart.abs().max() > 0.1
+
+
+def test_a_row_of_llama_4_is_shorter_than_its_floor_scale(tmp_path):
+    """Beyond it transformers scales queries by their column: a packed document, or a row of the sampler, by another
+    number than the same tokens alone."""
+    config = Llama4TextConfig(
+        **SMALL, head_dim=8, floor_scale=16, attn_scale=0.5, no_rope_layers=[0, 1], num_local_experts=2,
+        intermediate_size_mlp=16, attention_chunk_size=64,
+    )  # fmt: skip
+    assert sampler.n_positions(config) == 15
+    policy = pretrained.load_policy(saved(tmp_path, config), Words(V))
+    ids, packed = torch.arange(3, 23)[None], torch.cat([torch.arange(10)] * 2)[None]
+    actions = torch.ones(1, 19, dtype=torch.bool)
+    alone = policy.token_logprobs(ids[:, 10:], actions[:, 10:])
+    apart = (policy.token_logprobs(ids, actions, packed)[:, 10:] - alone).abs()[0]
+    assert apart[:5].max() < 1e-4 and apart[5:].max() > 1e-3  # a row of 20 tokens: from the 16th on
 
 
 # -- load_policy -------------------------------------------------------------------------------
