@@ -236,6 +236,7 @@ def main(args: Args):
     # data: comparisons, the same on every rank, without equal or contradictory ones; the only ties are soft
     # labels of 1/2. With ratios to the K other policies, and samples of the policy for the regression of e
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
+    pretrained.check_room(args.max_length, args.model)
     args.policy = reward_evaluation.check_sft_model(args.policy, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)
     train, ratio_metrics = reward_evaluation.with_policy_answers(
@@ -251,7 +252,6 @@ def main(args: Args):
         "n_others": args.n_others,
         "bound": args.bound,
     }
-    pretrained.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
     # prints a line if the model does not support it
     args.share_prompt = args.share_prompt and checks.shares_prompts(model, args.max_length)

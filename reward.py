@@ -184,6 +184,7 @@ def main(args: Args):
     # data: comparisons, the same on every rank, without equal or contradictory ones; the only ties are soft
     # labels of 1/2
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
+    pretrained.check_room(args.max_length, args.model)
     args.sft_model = reward_evaluation.check_sft_model(args.sft_model, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)
     train = comparisons.with_margins(train, args.margin)
@@ -192,7 +193,6 @@ def main(args: Args):
 
     # model: a language model's body with a head of one output
     model = pretrained.load_scorer(args.model, tokenizer, 1, args.gradient_checkpointing, args.seed)
-    pretrained.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
     # prints a line if the model does not support it
     args.share_prompt = args.share_prompt and checks.shares_prompts(model, args.max_length)

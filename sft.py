@@ -138,11 +138,11 @@ def main(args: Args):
 
     # data and model
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
+    pretrained.check_policy(args.model, None, args, sampled=False)
     load = partial(demonstrations.load_sft, tokenizer=tokenizer, max_length=args.max_length)
     train, held_out = splits.train_and_held_out(args.dataset, args.eval_dataset, load, tokenizer)
     checkpointing = args.gradient_checkpointing
     model = pretrained.load_policy(args.model, tokenizer, checkpointing, args.seed, args.lora_rank)
-    pretrained.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
     args.packing = args.packing and checks.packs(model)  # prints a line if the model does not support it
 

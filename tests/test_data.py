@@ -17,6 +17,7 @@ import pytest
 import torch
 from helpers import bot, user
 from templates import CHATML, FAMILIES, GPT2, QWEN, SPECIAL, byte_tokenizer, family, piece_tokenizer
+from tokenizers import processors
 
 from common import responses
 from common.batches import Comparison, Document, Row, collate, make_blocks, pack, pack_evenly
@@ -215,6 +216,7 @@ IMAGE = {**user(""), "content": [{"type": "text", "text": "a"}, {"type": "image"
          [user("ac"), bot("b")]),
         ({"messages": [user("a"), {**bot("b"), "tool_calls": None}]}, [user("a"), bot("b")]),
         ({"instruction": "a", "input": "i", "responses": SCORED}, [user("a\n\ni"), bot("b")]),
+        ({"instruction": "", "input": "a", "output": "b"}, [user("a"), bot("b")]),
     ],
 )  # fmt: skip
 def test_no_part_of_a_row_is_lost_silently(row, messages):
@@ -1056,6 +1058,18 @@ def test_a_column_turns_that_is_text_is_no_question_of_mt_bench():
     row = {"instruction": "Write", "output": "x", "turns": "multi"}
     assert formats.in_our_columns(row) == (row, set())
     assert formats.in_our_columns({"turns": ["one", "two"]})[0]["prompt"] == "one"
+
+
+def test_white_space_that_is_no_part_of_an_offset_is_tokenised_as_in_generation():
+    """Offsets without the space of " h", as the tokenizers library has them by default: from its offset alone, the token
+    does not span the start of the answer."""
+    tokenizer = byte_tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+                               "{% if add_generation_prompt %}assistant: {% endif %}")  # fmt: skip
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    ids, mask = chat.encode(tokenizer, [user("a"), bot("hi")])
+    asked = chat.prompt_ids(tokenizer, [user("a")])
+    assert ids[: len(asked)] == asked and tokenizer.convert_ids_to_tokens(asked)[-1] == "Ġ"
+    assert mask == [i >= len(asked) for i in range(len(ids))]
 
 
 def test_white_space_merged_only_at_the_end_of_a_text_is_tokenised_as_in_generation():

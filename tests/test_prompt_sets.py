@@ -1,6 +1,7 @@
 """Prompts from rows (common/data/prompt_sets.py), and a policy's responses to them (common/responses.py)."""
 
 import collections
+import copy
 import dataclasses
 import importlib
 from pathlib import Path
@@ -399,6 +400,15 @@ def test_the_projects_template_reads_an_answer_with_a_leading_space_as_it_was_le
     tokenizer.chat_template = Path(ROOT, "docs", "templates", "chat.jinja").read_text()
     texts = [chat.render(tokenizer, [user("a"), {"role": "assistant", "content": x}]) for x in ("yes", " yes")]
     assert texts[0] == texts[1] and "Assistant: yes" in texts[0]
+
+
+def test_the_projects_template_begins_with_the_first_token_that_a_tokenizer_has():
+    """A base model was pretrained with it; an end token that is also the first one (GPT-2) stays at the end."""
+    for bos, begins in (("<|bos|>", "<|bos|>"), ("<|end|>", ""), (None, "")):
+        tokenizer = copy.deepcopy(tiny.tokenizer())
+        tokenizer.bos_token, tokenizer.eos_token = bos, "<|end|>"
+        tokenizer.chat_template = Path(ROOT, "docs", "templates", "chat.jinja").read_text()
+        assert chat.render(tokenizer, [user("a")]) == f"{begins}Human: a\n\n"
 
 
 def test_rows_of_the_embeddings_that_are_no_tokens_are_not_sampled():

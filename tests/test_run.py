@@ -187,7 +187,7 @@ def test_more_processes_than_gpus_are_one_line(monkeypatch, gpus, processes, eno
 def runs(tmp_path, monkeypatch):
     """A run of the tiny world, and one of another."""
     monkeypatch.chdir(tmp_path)
-    for name, n_words in (("a", len(tiny.WORDS)), ("other", 49152)):
+    for name, n_words in (("a", len(tiny.WORDS)), ("other", 49152), ("at_12:30", 49152)):
         for model in ("model", "versions/2"):
             Path(name, model).mkdir(parents=True)
             write_json(f"{name}/{model}/config.json", {"vocab_size": n_words})
@@ -266,6 +266,7 @@ def test_every_data_or_model_flag_and_non_tiny_default_selects_the_recipe(runs, 
         ("common.programs.evaluate", "--scorers common.data.tiny:gold_scorer gold_labeler=tiny", None),
         ("common.programs.ai_feedback", "label --model other", "--model other"),
         ("ppo", "--model a", None),
+        ("sft", "--model at_12:30", "--model at_12:30"),  # a folder, no function
     ],
 )
 def test_own_data_or_models_require_a_data_set_of_their_own(runs, name, argv, says):

@@ -151,8 +151,9 @@ def _tokenize(tokenizer, text, starts):
     """Tokenise a rendered dialogue; return (ids, where each token ends in the text).
 
     The text is tokenised in one piece, but cut at the start of an answer wherever the tokens before it would
-    otherwise differ from those that generation starts from. That is the case if a token spans the start, and
-    after two white spaces, which some tokenizers merge only at the end of a text.
+    otherwise differ from those that generation starts from. That is the case if a token spans the start (some
+    tokenizers leave white space out of its offset), and after two white spaces, which some merge only at the
+    end of a text.
 
     starts: where answers start, in characters."""
     if not tokenizer.is_fast:
@@ -169,6 +170,6 @@ def _tokenize(tokenizer, text, starts):
     cuts = [start for start in starts if text[start - 2 : start].isspace()]
     ids, spans = tokens(cuts)
     after = {start: bisect.bisect_right(spans, start, key=lambda span: span[1]) for start in starts}
-    inside = [start for start, i in after.items() if i < len(spans) and spans[i][0] < start]
+    inside = [x for x, i in after.items() if i < len(spans) and (spans[i - 1][1] if i else 0) < x]
     ids, spans = tokens(sorted({*cuts, *inside})) if inside else (ids, spans)
     return ids, [last for _, last in spans]

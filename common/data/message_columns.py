@@ -99,12 +99,12 @@ def question(row):
 
 
 def instruction(row):
-    """Return the column `instruction`, followed by the text of `input`."""
+    """Return the column `instruction`, followed by the text of `input`, or either if the other is empty."""
     text = row["instruction"]
     extra = row.get("input")
     if not isinstance(extra, str | None):
         raise ValueError(f"input is {type(extra).__name__}, not text")
-    return f"{text}\n\n{extra}" if isinstance(text, str) and extra else text
+    return "\n\n".join(filter(None, [text, extra])) if isinstance(text, str) else text
 
 
 def answered(row, answer, text=None) -> list[dict]:

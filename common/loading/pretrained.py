@@ -42,7 +42,7 @@ def find_model(name: str) -> str:
     if (path / "args.json").exists():
         raise InputError(f"{name} is a run that has not finished. Run its command with --resume first")
     if path.exists():
-        raise InputError(f"{name} has no config.json, so it is neither a model folder nor a run directory")
+        raise InputError(f"{name} has no config.json: no model folder (first merge adapters of PEFT), no run")
     if path.is_absolute() or name.startswith((".", "runs/")) or name.count("/") > 1 or "\\" in name:
         script = Path(__file__).parents[2] / f"{path.name}.py"
         mend = f"Create it from your model by `python {script.name}`" if script.exists() else "Check the path"
@@ -273,18 +273,16 @@ def check_causal_lm(name, tokenizer=None, chat_template=None):
         raise InputError(f"{name} has a different vocabulary from --model, so its ids mean other tokens")
 
 
-def check_room(length: int, name, config=None):
-    """Raise InputError if a model has fewer positions than `length`, the value of --max-length.
-
-    config: the model's config; None: it is read."""
-    room = n_positions(name, config)
+def check_room(length: int, name):
+    """Raise InputError if a model has fewer positions than `length`, the value of --max-length."""
+    room = n_positions(name)
     if length > room:
         raise InputError(f"--max-length {length}: {name} has only {room} positions")
 
 
-def n_positions(name, config=None) -> int:
-    """Return how many tokens a row of the model of this name may have. config: as in check_room."""
-    return models.n_positions(config or _read_config(name))
+def n_positions(name) -> int:
+    """Return how many tokens a row of the model of this name may have."""
+    return models.n_positions(_read_config(name))
 
 
 def identity(name, seed=0) -> list:
@@ -471,7 +469,7 @@ def check_forward(model):
         expected = expected.gather(-1, ids[:, 1:, None])
     close = 1e-3 if model.dtype == torch.float32 else 0.1
     if not torch.allclose(outputs, expected, rtol=close, atol=close):
-        why = "it draws experts at random, or changes logits by more than a factor and a cap"
+        why = "it draws experts at random, has NaN weights, or changes logits by more than a factor and a cap"
         raise InputError(f"{config.model_type}: two forwards differ: {why}")
 
 

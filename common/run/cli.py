@@ -115,7 +115,7 @@ def parse(recipes, argv=None):
         print(f"recipe {name} ({why}): {', '.join(values)}")
     if every.preview and not hasattr(args, "eval_dataset"):  # only those that train hold data out
         raise InputError("--preview shows training examples. Use it with a script that trains on the data.")
-    splits.n_shown = every.preview
+    splits.n_shown = max(0, every.preview)
     dist.compute_dtype = every.compute_dtype
     dist.attention = every.attention
     n = every.generate_tensor_parallel
@@ -175,15 +175,16 @@ def not_tiny(args, defaults):
             if missing or not word:
                 continue
             strange = of_data and not mixtures.is_tiny(word)
-            if strange or of_model and ":" not in word and not _is_tiny_model(word):  # : a function scores
+            # With a colon it is a function that scores, unless that is the name of a folder
+            if strange or of_model and (":" not in word or Path(word).exists()) and not _is_tiny_model(word):
                 return f"--{name.replace('_', '-')} {word}"
 
 
 def _is_tiny_model(name):
     """Return whether a model is tiny, or was trained from it (by the size of its vocabulary). True for
     `dataset`, which evaluate takes as a policy, too."""
-    folders = [Path(name), Path(name, "model")]
-    sizes = [files.read_json(folder / "config.json").get("vocab_size") for folder in folders]
+    paths = [Path(name, "config.json"), Path(name, "model", "config.json")]
+    sizes = [files.read_json(path, "Repair it, or name another model.").get("vocab_size") for path in paths]
     return name in ("tiny", "dataset") or len(tiny.WORDS) in sizes
 
 

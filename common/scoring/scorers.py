@@ -63,7 +63,7 @@ def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=Fa
     same = same_tokens(encoder, tokenizer)
     scorer = Scorer(spec, version_of(spec), None, model, encoder, same_tokens=same)
     if scorer.same_tokens:
-        pretrained.check_room(max_length, spec, model.config)
+        pretrained.check_room(max_length, spec)
     elif dist.is_main():
         print(f"{spec} has different tokens or a different chat template: the text is encoded again")
     gate = getattr(model.config, "safety_gate", None) if safety else None
