@@ -860,11 +860,15 @@ GROUPS = {
             ),
             Claim("ratings of `noisy`", "labels of `noisy`", kl=(0.4,), only="no hazard"),
             Claim("ratings of `noisy`, `--kl-coef 0.3`", "labels of `noisy`, `--kl-coef 0.3`"),
+            Claim("labels of `biased`", "labels of `exact`"),
+            Claim("labels of `noisy`, `--kl-coef 0.3`", "people's labels"),
+            Claim("ratings of `noisy`, `--kl-coef 0.3`", "people's labels"),
         ),
         begin=labels("exact")
         | labels("noisy")
         | labels("biased")
         | {"revisions": f"{FEEDBACK} revise --model gold_labeler:exact --dataset tiny"},
+        seeds=10,
     ),
     "labelers": Group(  # three sizes, trained on people's labels of 24,000 other pairs; the policy has a width of 128
         {f"{size} labeler": labeler(width) for size, width in LABELERS.items()},
