@@ -260,7 +260,7 @@ def why_none(sampled, scores, iteration, threshold, args) -> str:
     ranked = sorted(scores[i] for i in usable)
     if not ranked:
         why = f"did not end within --max-new-tokens {args.max_new_tokens}, is empty or has a special token"
-        return f"iteration {iteration}: no response can be selected: each {why} (to raise it, --overwrite)"
+        return f"iteration {iteration}: no response can be selected: each {why}"
     if threshold is None:
         return f"iteration {iteration}: every response that ended has the lowest score, {ranked[0]:g}"
     return (

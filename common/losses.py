@@ -298,8 +298,9 @@ def ppo_policy_loss(logprobs, old_logprobs, advantages, action_mask, clip_ratio=
     tensors = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages}
     _same_shape(**tensors, action_mask=action_mask)
     logratio = torch.where(action_mask, logprobs - old_logprobs.detach(), torch.zeros_like(logprobs))
-    ratio = logratio.clamp(max=80).exp()  # its gradient is finite, times a clipped token's 0
     advantages = advantages.detach()
+    # An infinite ratio's gradient times a clipped token's 0 would be NaN; unclipped, its loss is infinite
+    ratio = torch.where(advantages >= 0, logratio.clamp(max=80), logratio).exp()
     plain, clipped = ratio * advantages, ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * advantages
     loss_sum = -masked_sum(torch.minimum(plain, clipped), action_mask)
     n = action_mask.sum()

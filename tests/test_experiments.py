@@ -521,6 +521,17 @@ def test_what_reads_a_run_that_was_made_anew_is_made_anew(experiments, tmp_path,
     sft = tmp_path / "runs" / "sft"
     experiments.run("sft", sft, 0)
     assert again() == ["reward", "arm", "evaluate"]
+    note = group / "arm" / "command.txt"
+    note.write_text(note.read_text().partition("\n")[0])  # as it was before notes had inputs
+    assert again() == []
+    cpl, half = group / "cpl", group / "half"
+    half.mkdir()
+    cpl.with_suffix(".py").write_text("a")
+    (half / "model.safetensors").write_text("a")
+    read = experiments.inputs_of(f"{cpl} --model {half}", 0)
+    assert [line.split()[0] for line in read.splitlines()[1:]] == [
+        f"runs/{name}" for name in ("experiments/group/0/cpl", "experiments/group/0/half", "sft")
+    ]
     experiments.run("sft", experiments.home(1) / "runs" / "sft", 1)
     assert again() == []
     (arm / "args.json").write_text('{"began": "later"}')

@@ -156,14 +156,20 @@ def test_a_file_that_cannot_reach_the_disk_is_an_error_and_a_folder_is_not(tmp_p
     assert not (tmp_path / "model").exists()
 
 
-def test_a_checkpoint_replaces_what_a_crash_left_of_another(tmp_path):
-    """It is a folder of one name, so that two checkpoints need room for two."""
-    left = tmp_path / "step.tmp" / "tensors" / "of a rank that is no more"
-    left.parent.mkdir(parents=True)
-    left.write_text("half")
-    checkpoints.save_checkpoint(tmp_path, 38, {}, {"step": 38})
+def test_a_checkpoint_overwrites_what_a_crash_left_of_another(tmp_path):
+    """It is a folder of one name, so that two checkpoints need room for two; files of ranks that are no more stay until
+    the next checkpoint."""
+    left = tmp_path / "step.tmp"
+    (left / "tensors").mkdir(parents=True)
+    (left / "state.json").write_text('{"step": 3')
+    (left / "tensors" / "__7_0.distcp").write_text("half")
+    model = torch.nn.Linear(2, 2)
+    modules = {"policy": (model, torch.optim.AdamW(model.parameters()))}
+    checkpoints.save_checkpoint(tmp_path, 38, modules, {"step": 38})
     assert {path.name for path in tmp_path.iterdir()} == {"latest", "step_38"}
-    assert checkpoints.checkpoint_state(tmp_path)["step"] == 38
+    assert checkpoints.load_checkpoint(tmp_path, modules)["step"] == 38
+    checkpoints.save_checkpoint(tmp_path, 39, modules, {"step": 39})
+    assert not [*tmp_path.rglob("__7_0.distcp")]
 
 
 def test_a_disk_that_fills_during_the_weights_is_an_oserror_and_leaves_nothing(tmp_path):

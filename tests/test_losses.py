@@ -761,6 +761,8 @@ def test_a_token_far_more_probable_than_before_has_a_finite_gradient():
     loss.backward()
     assert loss.item() == pytest.approx(-(1.2 + 0 + 2) / 3) and parts["n_clipped"] == 1
     assert x.grad[0].tolist() == pytest.approx([0, 0, -2 / 3])
+    against, _ = losses.ppo_policy_loss(x, old, torch.tensor([[-1.0, 0.0, 2.0]]), torch.ones(1, 3, dtype=torch.bool))
+    assert against == math.inf  # it is not clipped: NotFinite ends such a run
 
 
 # -- ppo_value_loss ----------------------------------------------------------------------

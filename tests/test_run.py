@@ -177,6 +177,7 @@ def test_flags_of_every_command_take_effect_before_any_work(monkeypatch):
 def test_more_processes_than_gpus_are_one_line(monkeypatch, gpus, processes, enough):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    monkeypatch.setenv("LOCAL_RANK", str(processes - 1))
     error = pytest.raises(InputError, match=rf"^--nproc-per-node {processes}: this node has {gpus} GPU\(s\)$")
     with contextlib.nullcontext() if enough else error:
         parse(RECIPES, [])
@@ -264,6 +265,7 @@ def test_every_data_or_model_flag_and_non_tiny_default_selects_the_recipe(runs, 
         ("common.programs.evaluate", "--policies mine=a dataset --reference mine", None),
         ("common.programs.evaluate", "--scorers ORG/RM", "--scorers ORG/RM"),
         ("common.programs.evaluate", "--scorers common.data.tiny:gold_scorer gold_labeler=tiny", None),
+        ("common.programs.evaluate", f"--scorers my.py:judge=Rate:{'x' * 300} gold_labeler=tiny", None),
         ("common.programs.ai_feedback", "label --model other", "--model other"),
         ("ppo", "--model a", None),
         ("sft", "--model at_12:30", "--model at_12:30"),  # a folder, no function

@@ -570,11 +570,17 @@ def test_module_function_text_is_not_tried_because_it_may_load_a_model(load):
             scorers.load_scorer(spec, TOKENIZER, CPU)
 
 
+def test_a_folder_whose_name_has_a_colon_is_a_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m:0").mkdir()
+    assert functions.term_of("m:0") is None
+
+
 def test_files_modules_texts_and_models_are_distinguished(monkeypatch):
     monkeypatch.setattr(functions, "named_function", lambda flag, spec: spec)
     for name in (r"C:\x y\a.py:f", "../c++/b.py:g", "m.n:h"):
         assert functions.term_of(name) == functions.term_of(f" {name} ") == (name, name, None)
-        for text in ("org/a+b", "a*0.7+b.py:g", "x=y"):
+        for text in ("org/a+b", "a*0.7+b.py:g", "x=y", "Rate it." * 40):  # longer than a file's name may be
             assert functions.term_of(f"{name}={text}") == (name, f"{name}={text}", text)
     models = ["tiny", "runs/reward", "org/a+b", r"C:\runs\reward", "../a-b.c"]
     assert [functions.term_of(name) for name in models] == [None] * 5

@@ -108,7 +108,7 @@ def flush(path):
     """Write a file, or a folder after a rename in it, to the disk, so that a later rename or removal cannot
     reach the disk first. Raises OSError if that fails for a file: the disk may be full."""
     with contextlib.suppress(*[OSError] * Path(path).is_dir()):  # not every file system can for folders
-        number = os.open(path, os.O_RDONLY)
+        number = os.open(path, os.O_RDWR * Path(path).is_file())  # Windows flushes only what it may write
         try:
             os.fsync(number)
         finally:

@@ -42,7 +42,7 @@ def find_model(name: str) -> str:
     if (path / "args.json").exists():
         raise InputError(f"{name} is a run that has not finished. Run its command with --resume first")
     if path.exists():
-        raise InputError(f"{name} has no config.json: no model folder (first merge adapters of PEFT), no run")
+        raise InputError(f"{name} has no config.json: no run and no model (merge PEFT adapters first)")
     if path.is_absolute() or name.startswith((".", "runs/")) or name.count("/") > 1 or "\\" in name:
         script = Path(__file__).parents[2] / f"{path.name}.py"
         mend = f"Create it from your model by `python {script.name}`" if script.exists() else "Check the path"

@@ -27,7 +27,7 @@ def save_checkpoint(root, step: int, modules: dict, state: dict, keep: int | Non
     import torch.distributed.checkpoint as dcp
 
     root = Path(root)
-    final, temporary = root / f"step_{step}", root / "step.tmp"  # it replaces what a crash left behind
+    final, temporary = root / f"step_{step}", root / "step.tmp"  # over what a crash left behind
     try:
         with warnings.catch_warnings(action="ignore"):  # torch warns that there is only one process
             dcp.save(_tensors(modules), checkpoint_id=str(temporary / "tensors"), no_dist=world_size() == 1)

@@ -123,7 +123,7 @@ def parse(recipes, argv=None):
     if n < 1 or of_node % n:
         wanted = f"expected a divisor of the {of_node} process(es) that torchrun starts on a node"
         raise InputError(f"--generate-tensor-parallel {n}: {wanted}")
-    if 0 < torch.cuda.device_count() < of_node:
+    if 0 < torch.cuda.device_count() <= int(os.environ.get("LOCAL_RANK", 0)):
         raise InputError(f"--nproc-per-node {of_node}: this node has {torch.cuda.device_count()} GPU(s)")
     dist.ranks_per_copy = n
     dist.split_layers = tensor_parallel.split
@@ -176,7 +176,7 @@ def not_tiny(args, defaults):
                 continue
             strange = of_data and not mixtures.is_tiny(word)
             # With a colon it is a function that scores, unless that is the name of a folder
-            if strange or of_model and (":" not in word or Path(word).exists()) and not _is_tiny_model(word):
+            if strange or of_model and (":" not in word or os.path.exists(word)) and not _is_tiny_model(word):
                 return f"--{name.replace('_', '-')} {word}"
 
 

@@ -377,7 +377,8 @@ def _paths_in(value) -> list[str]:
 
 def start_run(args, stage: str, state: str | None, held_out=None):
     """Prepare `args.output_dir` for the `state` that find_run returned, None or "resume", and write
-    args.json. With None an old run is removed, so call it only after everything that a user can mistype has been read.
+    args.json. With None an old run is removed, so call it only after everything that a user can mistype has
+    been read.
 
     held_out: fingerprint of the held-out set. Resuming with a different set raises InputError, because
       metrics before and after training would not be comparable."""
@@ -390,11 +391,10 @@ def start_run(args, stage: str, state: str | None, held_out=None):
         raise InputError(f"another command changed {folder} after this one started. Start this one again.")
     packages = "transformers datasets tokenizers numpy".split()
     versions = {name: importlib.metadata.version(name) for name in packages}
-    versions["torch"] = torch.__version__  # with its build, as in 2.13.0+cpu
     begun = {
         "stage": stage, "args": dataclasses.asdict(args), **machine.describe(),
-        "began": chat.Clock.began.isoformat(), "git": _git_head(), "versions": versions,
-        "python": sys.version.split()[0], "command": sys.argv,
+        "began": chat.Clock.began.isoformat(), "git": _git_head(), "python": sys.version.split()[0],
+        "versions": {**versions, "torch": torch.__version__}, "command": sys.argv,  # torch's with its build
         "began_with": identity.of_run(args, held_out) if dist.is_main() else {},
     }  # fmt: skip
     dist.barrier()  # rank 0 has hashed the files of models, which takes time

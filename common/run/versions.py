@@ -158,7 +158,8 @@ class Versions:
     def skip(self, why: str) -> dict[str, int]:
         """Skip an iteration (run.skip): its version is then the same as the previous one."""
         # Versions of skipped iterations have the same number of steps as the current one
-        return self.run.skip(why, in_a_row=sum(x["step"] == self.step for x in self.evaluations.values()))
+        in_a_row = sum(evaluation["step"] == self.step for evaluation in self.evaluations.values())
+        return self.run.skip(f"{why} (--resume keeps its responses, --overwrite starts anew)", in_a_row)
 
     def finish(self, summary: dict):
         """Evaluate the last version, and write the results of the finished run (run.write_results)."""

@@ -45,9 +45,9 @@ def term_of(spec) -> Term | None:
     """Find the function that --scorer names; None if it names a model. Raises InputError for anything that
     looks like a function but does not name exactly one."""
     name = spec.strip()
-    if (match := re.fullmatch(rf"({NAMED})(?:=(.+))?", name)) and not Path(spec).is_dir():
+    if (match := re.fullmatch(rf"({NAMED})(?:=(.+))?", name)) and not os.path.isdir(spec):
         return Term(named_function("--scorer", match[1]), name, match[2])
-    if re.search(rf"{NAMED}|\.py$", spec) and not Path(spec).is_dir():
+    if re.search(rf"{NAMED}|\.py$", spec) and not os.path.isdir(spec):
         only = ", one function only: it may return {part: numbers}, which are summed"
         raise InputError(f"--scorer {spec}: {WANTED}{only if re.search('[*+]', spec) else ''}")
     return None

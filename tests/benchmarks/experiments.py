@@ -1249,18 +1249,20 @@ def seed_of(path) -> int:
 
 
 DEFAULTS = dict.fromkeys(("ppo", "rejection_sampling", "dpo_iterative"), "runs/sft runs/reward ")
-DEFAULTS |= dict.fromkeys(("reward", "advantage_model"), "runs/sft ")
+DEFAULTS |= dict.fromkeys(("reward", "advantage_model"), "runs/sft ") | {"cpl": DEFAULTS["dpo_iterative"]}
 
 
 def inputs_of(command, seed) -> str:
-    """List what a command reads in runs/, a line each: a run and when it began, or a file and its checksum."""
-    text = DEFAULTS.get(command.split()[0], "") + command.replace(str(peers.ROOT), ".")
+    """List what a command reads in runs/, a line each: a run and when it began, or a file, a model's weights or a
+    patched script and its checksum."""
+    text = DEFAULTS.get(Path(command.split()[0]).name, "") + command.replace(str(peers.ROOT), ".")
     lines = []
     for name in sorted(set(re.findall(r"\bruns/[\w./-]+", text))):
         path = home(seed) / name
-        if path.is_file():
-            lines.append(f"\n{name} {zlib.crc32(path.read_bytes()):08x}")
-        elif (path / "args.json").exists():
+        for file in (path, path / "model.safetensors", path.with_suffix(".py")):
+            if file.is_file():
+                lines.append(f"\n{name} {zlib.crc32(file.read_bytes()):08x}")
+        if (path / "args.json").exists():
             lines.append(f"\n{name} {files.read_json(path / 'args.json').get('began')}")
     return "".join(lines)
 
@@ -1280,9 +1282,10 @@ def run(command, out, seed):
         words += ["--seed", str(seed)]
     note = out / "command.txt" if resumes else Path(f"{out}.command.txt")
     shown = f"cd {home(seed)}; {shlex.join(words)}".replace(str(peers.ROOT), ".")  # the project may be moved
-    shown += inputs_of(command, seed)
-    if note.exists() and note.read_text() == shown:
+    inputs = inputs_of(command, seed)
+    if note.exists() and note.read_text() in (shown + inputs, shown):  # older notes lack the inputs
         return
+    shown += inputs
     # What another command made is replaced, and so is an evaluation, perhaps of other arms
     replaced = note.exists() or "common.programs.evaluate" in words
     if note.exists():

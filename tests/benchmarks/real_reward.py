@@ -103,7 +103,7 @@ def over(answers, base) -> dict[str, list[str]]:
     if base == "sft":
         deviation, freedom = pooled([*arms.values()])
     else:
-        trained = [answers[policy] for policy in (base, *arms)]
+        trained = [answers.get(policy, {}) for policy in (base, *arms)]
         common = [seed for seed in before if all(seed in by_seed for by_seed in trained)]
         deviation, freedom = between([[by_seed[seed] for seed in common] for by_seed in trained])
     return {policy: gain_cells(*arm, deviation, freedom) for policy, arm in arms.items()}

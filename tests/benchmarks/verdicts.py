@@ -71,7 +71,7 @@ def difference(weights: torch.Tensor, arms: torch.Tensor, first: torch.Tensor) -
     prompts), any numbers if no arm is compared with it. Raises ValueError if a number is not finite, or if there is
     only one."""
     table = torch.einsum("as,asp->sp", weights, arms) - weights.sum(0)[:, None] * first
-    if not arms.isfinite().all() or table.numel() < 2:
+    if not arms.isfinite().all() or not table.isfinite().all() or table.numel() < 2:
         raise ValueError(f"no interval from {table.numel()} numbers, or from some that are not finite")
     low, high, seen = ends(weights, arms, first, table)
     own = ends(torch.ones_like(weights[:1]), table[None], torch.zeros_like(table), table)  # as if it were an only arm
