@@ -377,6 +377,7 @@ GROUPS = {
             Claim("AM-PPO", "RM-PPO"),
             Claim("AM-PPO", "RM-PPO", prompts=1),
             Claim("AM-PPO-SR", "AM-PPO"),
+            Claim("AM-PPO-SR", "AM-PPO", prompts=1),
         ),
         seeds=10,
         prompts=(HALF, FORGET),
