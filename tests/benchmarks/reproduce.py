@@ -1,6 +1,6 @@
 """Run the commands of the docs, page by page, so that every number next to them can be reproduced.
 
-    python tests/benchmarks/reproduce.py                              PAGES below, 33 hours of a core
+    python tests/benchmarks/reproduce.py                              PAGES below, 34 hours of a core
     python tests/benchmarks/reproduce.py README.md docs/learn/kl.md         these
     python tests/benchmarks/reproduce.py --list docs/learn/kl.md            the commands that would run
     python tests/benchmarks/reproduce.py --log                        into docs/results/tables/reproduce.txt: what has run
@@ -123,7 +123,7 @@ def log():
 if __name__ == "__main__":
     given = [name for name in sys.argv[1:] if not name.startswith("-")]
     if unknown := {name for name in sys.argv[1:] if name.startswith("-")} - {"--list", "--log"}:
-        sys.exit(f"{__doc__}\nunknown: {', '.join(unknown)}")  # instead of 33 hours of runs
+        sys.exit(f"{__doc__}\nunknown: {', '.join(unknown)}")  # instead of 34 hours of runs
     if "--log" in sys.argv:
         log()
     else:
