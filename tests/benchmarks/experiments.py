@@ -298,6 +298,7 @@ GROUPS = {
         {"pool of all iterations": pool(), "`--candidates last`": pool("--candidates last")},
         claims=(Claim("pool of all iterations", "`--candidates last`"),),
         begin={"prompts.jsonl": "prompts"},
+        seeds=10,
     ),
     "pool_forgets": Group(  # first two commands, then two others: is what was gained on the first two lost?
         {
@@ -626,6 +627,7 @@ GROUPS = {
             "`--kl-coef 0.3`": f"{PPO} --scorer runs/begin/reward_biased --kl-coef 0.3",
         },
         claims=(Claim("`--kl-coef 0.3`", "`--kl-coef 0`", row=6, label="a biased scorer, 0.3 over 0"),),
+        seeds=10,
     ),
     "gate": Group(
         {
