@@ -346,8 +346,8 @@ def plan_of(offline, n_prompts, prompts, args) -> str:
 def why_none(dropped, iteration) -> str:
     """Explain why no prompt gave a pair."""
     reasons = "in {same} all responses, or best and worst, are the same; in {tied} all have one score; "
-    reasons += "in {unfinished} the best did not end within --max-new-tokens (raise it, or "
-    reasons += "let sft.py teach the model to end), is empty or has a special token"
+    reasons += "in {unfinished} the best did not end within --max-new-tokens (raise it, or let sft.py teach "
+    reasons += "the model to end), is empty or has a special token"
     return f"iteration {iteration}: no pair in {sum(dropped.values())} prompts: {reasons.format(**dropped)}"
 
 

@@ -128,7 +128,7 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
         progress = tqdm(total=n_rows, desc="sample", unit="row", leave=False)
 
     def step(token):
-        mask = cache.begin([len(prompts[row // n]) + n_tokens[row] - 1 for row in live])  # tokens in the cache
+        mask = cache.begin([len(prompts[row // n]) + n_tokens[row] - 1 for row in live])  # tokens cached
         token = torch.nn.functional.pad(token, (0, len(mask) - len(live)))
         return graphs.step(token[:, None], mask)[: len(live)]
 
@@ -613,8 +613,8 @@ def _check_model(model, prompts, max_new_tokens):
 def n_positions(config) -> int:
     """Return how many tokens a row may have.
 
-    For longrope this is the original length, since rotary frequencies change beyond it. For Llama 4 it is less
-    than floor_scale, where transformers begins to scale queries by their column in the batch."""
+    For longrope this is the original length, since rotary frequencies change beyond it. For Llama 4 it is
+    less than floor_scale, where transformers begins to scale queries by their column in the batch."""
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":

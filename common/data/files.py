@@ -107,8 +107,9 @@ def replace(path, text: str):
 def flush(path):
     """Write a file, or a folder after a rename in it, to the disk, so that a later rename or removal cannot
     reach the disk first. Raises OSError if that fails for a file: the disk may be full."""
-    with contextlib.suppress(*[OSError] * Path(path).is_dir()):  # not every file system can for folders
-        number = os.open(path, os.O_RDWR * Path(path).is_file())  # Windows flushes only what it may write
+    is_folder = Path(path).is_dir()
+    with contextlib.suppress(OSError if is_folder else ()):  # not every file system can for folders
+        number = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)  # Windows flushes what it may write
         try:
             os.fsync(number)
         finally:

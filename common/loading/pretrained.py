@@ -42,7 +42,7 @@ def find_model(name: str) -> str:
     if (path / "args.json").exists():
         raise InputError(f"{name} is a run that has not finished. Run its command with --resume first")
     if path.exists():
-        raise InputError(f"{name} has no config.json: no run and no model (merge PEFT adapters first)")
+        raise InputError(f"{name} has no config.json: neither a model nor a run (merge PEFT adapters first)")
     if path.is_absolute() or name.startswith((".", "runs/")) or name.count("/") > 1 or "\\" in name:
         script = Path(__file__).parents[2] / f"{path.name}.py"
         mend = f"Create it from your model by `python {script.name}`" if script.exists() else "Check the path"
@@ -275,8 +275,7 @@ def check_causal_lm(name, tokenizer=None, chat_template=None):
 
 def check_room(length: int, name):
     """Raise InputError if a model has fewer positions than `length`, the value of --max-length."""
-    room = n_positions(name)
-    if length > room:
+    if length > (room := n_positions(name)):
         raise InputError(f"--max-length {length}: {name} has only {room} positions")
 
 

@@ -115,7 +115,7 @@ def parse(recipes, argv=None):
         print(f"recipe {name} ({why}): {', '.join(values)}")
     if every.preview and not hasattr(args, "eval_dataset"):  # only those that train hold data out
         raise InputError("--preview shows training examples. Use it with a script that trains on the data.")
-    splits.n_shown = max(0, every.preview)
+    splits.n_shown = every.preview
     dist.compute_dtype = every.compute_dtype
     dist.attention = every.attention
     n = every.generate_tensor_parallel

@@ -44,10 +44,10 @@ class Term(NamedTuple):
 def term_of(spec) -> Term | None:
     """Find the function that --scorer names; None if it names a model. Raises InputError for anything that
     looks like a function but does not name exactly one."""
-    name = spec.strip()
-    if (match := re.fullmatch(rf"({NAMED})(?:=(.+))?", name)) and not os.path.isdir(spec):
+    name = "" if os.path.isdir(spec) else spec.strip()  # a folder is a model, whatever its name looks like
+    if match := re.fullmatch(rf"({NAMED})(?:=(.+))?", name):
         return Term(named_function("--scorer", match[1]), name, match[2])
-    if re.search(rf"{NAMED}|\.py$", spec) and not os.path.isdir(spec):
+    if re.search(rf"{NAMED}|\.py$", name):
         only = ", one function only: it may return {part: numbers}, which are summed"
         raise InputError(f"--scorer {spec}: {WANTED}{only if re.search('[*+]', spec) else ''}")
     return None

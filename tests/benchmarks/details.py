@@ -2,7 +2,7 @@
 function gets the group's Results, gain(arm, only) -> verdicts.Difference of the true reward over the first policy
 on a part of the prompts (experiments.PROMPTS), and the folder of the group's runs."""
 
-from statistics import fmean, pstdev
+from statistics import fmean
 
 import peers  # noqa: F401 (it puts the project into sys.path)
 
@@ -189,7 +189,8 @@ def games(folder) -> list[list[float]]:
         sides = [asked("dataset", t), asked(folder.name, t)]
         assert [*map(question, sides[0])] == [*map(question, sides[1])]
         theirs, ours = ([row["gold"] for row in of_policy] for of_policy in sides)
-        found.append(measures.outcomes(ours, theirs, 0.1 * pstdev(theirs)))
+        margin = measures.against(*sides, None)["gold_tie_margin"]
+        found.append(measures.outcomes(ours, theirs, margin))
     return found
 
 

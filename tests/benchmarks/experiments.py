@@ -1300,10 +1300,7 @@ def run(command, out, seed):
     else:
         shutil.rmtree(out, ignore_errors=True)
     ended = subprocess.run([sys.executable, *words], cwd=home(seed), capture_output=True, text=True, env=ENVIRONMENT)
-    if ended.returncode:
-        sys.exit(f"{shown}\n{ended.stderr[-2000:]}")
-    if "changed and not used" in ended.stdout:  # it had been finished, without a note
-        sys.exit(f"{shown}\n{ended.stdout[-2000:]}\nAnother command made {out}. Delete it, or give it another name.")
+    peers.check_ended(ended, out, shown)  # a run without a note may have been finished by another command
     note.write_text(shown)
 
 

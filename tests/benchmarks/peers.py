@@ -6,6 +6,7 @@ import json
 import math
 import os
 import resource
+import shlex
 import statistics
 import subprocess
 import sys
@@ -128,10 +129,16 @@ def tool(module, out, flags) -> dict:
     again. Ends the program if it fails, or if the finished one had other flags."""
     out = Path(out).resolve()
     command = [sys.executable, "-m", module, *map(str, flags), "--output-dir", str(out), "--resume"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if ended.returncode or "changed and not used" in ended.stdout:
-        sys.exit(f"{out}: {(ended.stderr if ended.returncode else ended.stdout)[-2000:]}")
+    check_ended(subprocess.run(command, cwd=ROOT, capture_output=True, text=True), out, shlex.join(command))
     return json.loads((out / "summary.json").read_text())
+
+
+def check_ended(ended, out, command):
+    """End the program if a command failed, or if it found in `out` a finished run of other flags."""
+    if ended.returncode:
+        sys.exit(f"{command}\n{ended.stderr[-2000:]}")
+    if "changed and not used" in ended.stdout:
+        sys.exit(f"{command}\n{ended.stdout[-2000:]}\nAnother command made {out}. Delete it, or give it another name.")
 
 
 def last_line(command):
